@@ -1,0 +1,32 @@
+"""One ZeRO-3 model with two modes, training and fused generation; no algorithm lives here.
+
+Rooms:
+    config      HybridConfig and its parts (no torch)
+    mesh        process group and device mesh
+    models      a HF module on meta, streamed from safetensors into shards; the policy module with its head
+    sharding    fully_shard by layer and dtype; ZeRO stages
+    batch       packed micro-batches and their padded view
+    loss_head   the chunked loss: [B, T, V] never exists
+    optim       optimizers, schedules, clipping
+    modes       the swap between training and generation, with its ledger
+    engine      HybridEngine: generate, score, forward_backward, optim_step, save / load, save_pretrained
+    checkpoint, export   sharded checkpoints; HF folders
+    monitor     metrics.jsonl, progress line, loggers
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hybrid.engine import HybridEngine, initialize
+
+__all__ = ["HybridEngine", "initialize"]
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:  # heavy (torch, transformers): imported on first use
+        from hybrid import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""What a caller hands to the engine and what it gets back. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to draw one request's tokens. Every default is neutral: nothing is read from a checkpoint's generation_config.
+
+    temperature 0 is greedy. top_k 0, top_p 1, min_p 0 and penalties 1 / 0 / 0 are no-ops. `repetition_penalty` counts
+    prompt and output, `presence_penalty` and `frequency_penalty` the output only. `seed` enters the counter-based
+    randomness u = f(seed, request key, sample index, position), so tokens do not depend on batching or rank count.
+
+    Raises ValueError for a value outside its range.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    min_new_tokens: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    num_samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        checks = (
+            ("max_new_tokens", self.max_new_tokens >= 0, ">= 0"),
+            ("temperature", 0.0 <= self.temperature < float("inf"), "finite and >= 0 (0 is greedy)"),
+            ("top_k", self.top_k >= 0, ">= 0 (0 keeps every token)"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "in (0, 1]"),
+            ("min_p", 0.0 <= self.min_p <= 1.0, "in [0, 1]"),
+            ("min_new_tokens", 0 <= self.min_new_tokens <= self.max_new_tokens, "in [0, max_new_tokens]"),
+            ("repetition_penalty", 0.0 < self.repetition_penalty < float("inf"), "> 0"),
+            ("presence_penalty", abs(self.presence_penalty) < float("inf"), "finite"),
+            ("frequency_penalty", abs(self.frequency_penalty) < float("inf"), "finite"),
+            ("num_samples", self.num_samples >= 1, ">= 1"),
+            ("seed", 0 <= self.seed < 2**63, "in [0, 2**63)"),
+            ("allowed_token_ids", self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "None or not empty"),
+            ("stop", all(self.stop), "non-empty strings"),
+        )
+        for name, ok, allowed in checks:
+            if not ok:
+                raise ValueError(f"sampling: {name}={getattr(self, name)!r}; allowed: {allowed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt and how to continue it. `key` (64 bit) names the request for the randomness: the caller gives it, e.g. a
+    hash of (training step, prompt index); it is never a submission counter. `id` names it for `abort` and completions."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingParams
+    key: int = 0
+    id: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished sample. `token_ids` holds what was generated, the end-of-sequence token included.
+
+    `logprobs[t]`: under the distribution sampled from (after penalties, temperature, truncation); 0 under greedy.
+    `logprobs_raw[t]`: log_softmax(z / temperature) without truncation or penalties (greedy: log_softmax(z)).
+    `error`: why the request was refused (then `finish_reason` is "abort"); other requests are not touched by it.
+    """
+
+    request_id: int
+    sample_index: int
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    logprobs_raw: tuple[float, ...]
+    finish_reason: FinishReason
+    weight_version: int
+    text: str | None = None
+    error: str | None = None

@@ -1,0 +1,1 @@
+"""The command line, one YAML ladder per method, minimal scripts to read, plots and benchmarks."""
