@@ -1,0 +1,155 @@
+"""The chunked loss head: hidden states to a summed loss without ever forming [N, V] logits.
+
+Logits, the per-token loss and its gradients are made chunk by chunk in the forward pass, while a chunk's logits exist; backward
+only scales what is already there. Beyond the gradients themselves the peak is a few [chunk_tokens, V] tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from hybrid.batch import Batch
+from inference_v2.head import Head
+
+# (fp32 logits [C, V], the batch cut to these C counted positions) -> (per-token loss [C], per-token metrics {name: [C]})
+TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
+
+# A head that is not in fp32 is converted this many bytes of fp32 rows at a time: a whole converted copy (0.5 GB for 152k x 896)
+# would be the largest tensor of a step. An fp32 head is used as it is, in one piece.
+CONVERTED_BYTES = 32 * 2**20
+
+
+def chunked_loss(
+    hidden: Tensor, head: Head, batch: Batch, token_loss: TokenLoss, chunk_tokens: int, weights: Tensor | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Sum of `weights` [N] (None: ones) times the per-token loss over the N counted positions, and the metrics' plain sums.
+
+    `hidden` [N, H] is aligned with `batch.targets`. The sum is an fp32 scalar, differentiable in `hidden`, `head.weight` and
+    `head.bias` (each gets its gradient in its own dtype; the head's accumulates in fp32), once: backward scales the
+    gradients in place. A position of weight 0 adds exactly nothing to loss, metrics and gradients, NaN and infinities
+    included. N = 0 gives 0, still attached to the graph. Raises ValueError on lengths that disagree.
+    """
+    if hidden.shape[0] != batch.num_targets or (weights is not None and weights.shape != batch.targets.shape):
+        given = f"hidden {tuple(hidden.shape)}, weights {None if weights is None else tuple(weights.shape)}"
+        raise ValueError(f"chunked_loss: {given} for {batch.num_targets} targets; give one row per counted position")
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
+    leaves = (hidden, head.weight, head.bias)
+    gradients = [_accumulator(leaf, like_leaf=leaf is hidden) for leaf in leaves]
+    total = torch.zeros((), device=hidden.device)
+    sums: dict[str, Tensor] = {}
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        for start in range(0, batch.num_targets, chunk_tokens):
+            cut = slice(start, start + chunk_tokens)
+            chunk = batch.select(cut.start, cut.stop)
+            weight = None if weights is None else weights[cut].float()
+            loss, metrics = _one_chunk(hidden[cut], head, chunk, token_loss, weight, gradients, cut)
+            total += loss
+            for name, value in metrics.items():
+                sums[name] = sums.get(name, 0.0) + value
+    if any(g is not None for g in gradients):
+        total = _KnownGradients.apply(total, gradients, *leaves)
+    return total, sums
+
+
+def head_logits(head: Head, hidden: Tensor) -> Tensor:
+    """`head.logits(hidden)` for [C, H] without an fp32 copy of a whole lower-precision head; not differentiable."""
+    blocks = list(_row_blocks(head))
+    if len(blocks) == 1:
+        return head.logits(hidden)
+    logits = torch.empty(*hidden.shape[:-1], head.vocab_size, device=hidden.device)
+    with torch.no_grad():
+        for rows, block in blocks:
+            logits[..., rows] = block.logits(hidden)
+    return logits
+
+
+def _row_blocks(head: Head) -> Iterator[tuple[slice, Head]]:
+    """The head as heads of consecutive rows, few enough to convert to fp32 at once."""
+    n = head.vocab_size
+    rows = n if head.weight.dtype == torch.float32 else max(1, CONVERTED_BYTES // (4 * head.weight.shape[1]))
+    for start in range(0, n, rows):
+        cut = slice(start, min(start + rows, n))
+        bias = None if head.bias is None else head.bias[cut]
+        yield cut, replace(head, weight=head.weight[cut], bias=bias, vocab_limit=None)
+
+
+def _accumulator(leaf: Tensor | None, like_leaf: bool) -> Tensor | None:
+    if leaf is None or not (leaf.requires_grad and torch.is_grad_enabled()):
+        return None
+    # Each row of `hidden` belongs to one chunk, so its gradient is written once; the head's is a sum over chunks.
+    return torch.zeros_like(leaf, dtype=leaf.dtype if like_leaf else torch.float32, memory_format=torch.contiguous_format)
+
+
+def _one_chunk(
+    hidden: Tensor,  # [C, H]
+    head: Head,
+    chunk: Batch,
+    token_loss: TokenLoss,
+    weight: Tensor | None,  # [C] fp32
+    gradients: list[Tensor | None],  # of hidden, head weight, head bias: written in place
+    cut: slice,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss sum and metric sums of one chunk; adds its part to `gradients`."""
+    hidden = hidden.float()
+    counted = None
+    if weight is not None:
+        counted = weight != 0
+        hidden = torch.where(counted[:, None], hidden, 0.0)  # 0 x NaN is NaN, so an uncounted row must not enter a product
+    logits = head_logits(head, hidden)
+    differentiate = any(g is not None for g in gradients)
+    with torch.set_grad_enabled(differentiate):
+        logits.requires_grad_(differentiate)
+        per_token, metrics = token_loss(logits, chunk)
+    if differentiate:
+        seed = torch.ones_like(per_token) if weight is None else weight
+        (grad,) = torch.autograd.grad(per_token, logits, seed)
+        logits = logits.detach()
+        if head.softcap is not None:
+            grad = grad * (1 - (logits / head.softcap) ** 2)
+        if head.scale != 1.0:
+            grad = grad * head.scale
+        if counted is not None:
+            grad = torch.where(counted[:, None], grad, 0.0)
+        _add_gradients(grad, hidden, head, gradients, cut)
+    per_token = per_token.detach()
+    if weight is not None:
+        per_token = torch.where(counted, per_token * weight, 0.0)
+        metrics = {name: torch.where(counted, value, 0.0) for name, value in metrics.items()}
+    return per_token.sum(), {name: value.detach().float().sum() for name, value in metrics.items()}
+
+
+def _add_gradients(grad: Tensor, hidden: Tensor, head: Head, gradients: list[Tensor | None], cut: slice) -> None:
+    """From d loss / d (hidden @ weight.T + bias) [C, V] to the three gradients."""
+    of_hidden, of_weight, of_bias = gradients
+    if of_hidden is not None:
+        row_grad = torch.zeros_like(hidden)
+        for rows, block in _row_blocks(head):
+            row_grad.addmm_(grad[:, rows], block.weight.float())
+        of_hidden[cut] = row_grad
+    if of_weight is not None:
+        of_weight[: head.vocab_size].addmm_(grad.T, hidden)
+    if of_bias is not None:
+        of_bias[: head.vocab_size] += grad.sum(0)
+
+
+class _KnownGradients(torch.autograd.Function):
+    """A loss whose gradients with respect to `leaves` were computed along with it."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor | None) -> Tensor:
+        ctx.gradients = gradients
+        ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("chunked_loss: backward ran a second time; its gradients are scaled in place, so call it anew")
+        return None, None, *(g if g is None else g.mul_(grad_output).to(t) for g, t in zip(gradients, ctx.dtypes))
