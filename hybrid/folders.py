@@ -1,0 +1,142 @@
+"""Folders that are there whole or not at all: written beside their place, agreed on by all ranks, synced, renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+PARTIAL = ".hybrid-partial"  # being written; left behind by a kill
+REPLACED = ".hybrid-replaced"  # the old folder of the same name, until the new one stands
+DELETED = ".hybrid-deleted"  # on its way out
+
+
+class FolderError(OSError):
+    """A folder could not be written; raised on every rank, with the same message. What stood there before still stands."""
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def first_error(error: BaseException | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """Collective: the error of the lowest rank that has one, in one line; None when no rank has."""
+    line = None if error is None else describe(error)
+    if get_world_size(group) == 1:
+        return line
+    lines: list[str | None] = [None] * get_world_size(group)
+    dist.all_gather_object(lines, line, group=group)
+    return next((f"rank {rank}: {line}" for rank, line in enumerate(lines) if line is not None), None)
+
+
+def describe(error: BaseException) -> str:
+    """One line. torch.distributed.checkpoint wraps each rank's error with its traceback: the cause is what a reader wants."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {describe(cause)}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
+
+
+def write_folder(
+    path: str | os.PathLike[str],
+    write: Callable[[Path], None],
+    *,
+    finish: Callable[[Path], None] | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Collective: makes the folder `path` out of what `write(temporary folder)` writes on every rank.
+
+    `finish(temporary folder)` runs on rank 0 after all ranks have written. Then the folder is synced and renamed; one that
+    stands at `path` is replaced. Collectives inside `write` must be entered by every rank or fail on every rank.
+    Raises FolderError on every rank when any of them fails; the temporary folder is gone then, and `path` is as before.
+    """
+    path = Path(path).absolute()
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+
+    def prepare() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        sweep(path.parent)
+        partial.mkdir()
+
+    def publish() -> None:
+        if finish is not None:
+            finish(partial)
+        sync_tree(partial)
+        _swap_in(partial, path)
+
+    steps = ((prepare, True), (lambda: write(partial), False), (publish, True))
+    for step, only_rank_0 in steps:
+        error: BaseException | None = None
+        if not only_rank_0 or get_rank(group) == 0:
+            try:
+                step()
+            except (Exception, CheckpointException) as caught:  # whatever it is: the other ranks must hear of it
+                error = caught
+        if (line := first_error(error, group)) is not None:
+            if get_rank(group) == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise FolderError(f"could not write {path}: {line}") from error
+
+
+def _swap_in(partial: Path, path: Path) -> None:
+    replaced = path.with_name(f".{path.name}{REPLACED}")
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    _sync_folder(path.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def recover(path: str | os.PathLike[str]) -> None:
+    """Puts an old folder back whose replacement was cut off by a kill between two renames."""
+    path = Path(path).absolute()
+    replaced = path.with_name(f".{path.name}{REPLACED}")
+    if replaced.exists() and not path.exists():
+        replaced.rename(path)
+
+
+def recover_all(parent: Path) -> None:
+    for left in parent.glob(f".*{REPLACED}"):
+        recover(parent / left.name[1 : -len(REPLACED)])
+
+
+def sweep(parent: Path) -> None:
+    """Removes what a kill left in `parent`: half-written and half-deleted folders. Only for the run that owns `parent`."""
+    recover_all(parent)
+    for suffix in (PARTIAL, REPLACED, DELETED):
+        for left in parent.glob(f".*{suffix}"):
+            shutil.rmtree(left)
+
+
+def remove_folder(path: Path) -> None:
+    """Deletes a folder so that no half of it is ever seen under its name."""
+    deleted = path.with_name(f".{path.name}{DELETED}")
+    path.rename(deleted)
+    shutil.rmtree(deleted)
+
+
+def sync_tree(folder: Path) -> None:
+    """Everything below `folder` is on the disk when this returns."""
+    for root, _, files in os.walk(folder):
+        for name in files:
+            with open(os.path.join(root, name), "rb") as file:
+                os.fsync(file.fileno())
+        _sync_folder(Path(root))
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
