@@ -23,6 +23,7 @@ class Batch:
     loss_index: Tensor  # [N] int64 into T
     targets: Tensor  # [N] int64
     sequence_index: Tensor  # [N] int64: which sequence of this batch a counted position belongs to
+    response_index: Tensor | None = None  # [N] int64: 0 at its sequence's first counted position, then counting up
     rollout_logprobs: Tensor | None = None  # [N] fp32, as sampled (None: not from a rollout)
     rollout_logprobs_raw: Tensor | None = None  # [N] fp32, at the rollout's temperature, without truncation or penalties
     teacher_hidden: Tensor | None = None  # [N, H_teacher]
@@ -46,8 +47,8 @@ class Batch:
 
     def select(self, start: int, stop: int) -> Batch:
         """The same sequences with only the counted positions [start, stop): what one chunk of the loss head sees."""
-        per_target = ("loss_index", "targets", "sequence_index", "rollout_logprobs", "rollout_logprobs_raw", "teacher_hidden",
-                      "on_policy")  # fmt: skip
+        per_target = ("loss_index", "targets", "sequence_index", "response_index", "rollout_logprobs", "rollout_logprobs_raw",
+                      "teacher_hidden", "on_policy")  # fmt: skip
         cut = {name: v[start:stop] for name in per_target if (v := getattr(self, name)) is not None}
         return replace(self, **cut)
 
