@@ -1,0 +1,101 @@
+"""Rollouts -> packed micro-batches. Targets come from the recorded spans, never from `ids != pad`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid.batch import Batch
+from trainers.types import Rollout
+
+TRAINED_SOURCES = ("policy", "given")
+
+
+def counted_positions(rollout: Rollout, *, with_prompt: bool = False) -> list[int]:
+    """Places in `rollout.ids` of the tokens that the loss predicts, ascending: those of policy and given spans, and with
+    `with_prompt` the prompt's own (all but the first token, which nothing precedes)."""
+    places = list(range(1, rollout.num_prompt)) if with_prompt else []
+    for span in rollout.spans:
+        if span.source in TRAINED_SOURCES:
+            places += range(max(span.start, 1), span.stop)
+    return places
+
+
+def group_by_length(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
+    """Indices of sequences in groups whose padded size (count x longest) is at most `micro_batch_tokens`, longest first. A
+    sequence that is longer on its own gets a group of its own: nothing is cut."""
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        longest = lengths[groups[-1][0]] if groups else 0
+        if groups and (len(groups[-1]) + 1) * longest <= micro_batch_tokens:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def make_batches(
+    rollouts: Sequence[Rollout],
+    micro_batch_tokens: int,
+    *,
+    with_prompt: bool = False,
+    fields: Mapping[str, Sequence[Tensor]] | None = None,
+) -> list[Batch]:
+    """Micro-batches over `rollouts`, length-sorted. `fields[name][i]` [n_i, ...] fills the named Batch field for the counted
+    tokens of rollout i (what a scorer returned)."""
+    groups = group_by_length([len(r.ids) for r in rollouts], micro_batch_tokens)
+    return [
+        pack(
+            [rollouts[i] for i in group],
+            with_prompt=with_prompt,
+            fields={name: [values[i] for i in group] for name, values in (fields or {}).items()},
+        )
+        for group in groups
+    ]
+
+
+def pack(
+    rollouts: Sequence[Rollout], *, with_prompt: bool = False, fields: Mapping[str, Sequence[Tensor]] | None = None
+) -> Batch:
+    """One Batch of the given sequences, in their order. No rollouts give the empty batch (a rank without work in a step)."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    cu_seqlens = [0]
+    loss_index: list[int] = []
+    sequence_index: list[int] = []
+    response_index: list[int] = []
+    logprobs: list[float] = []
+    logprobs_raw: list[float] = []
+    on_policy: list[bool] = []
+    for number, rollout in enumerate(rollouts):
+        start = len(token_ids)
+        places = counted_positions(rollout, with_prompt=with_prompt)
+        sampled = {p for span in rollout.spans if span.source == "policy" for p in range(span.start, span.stop)}
+        token_ids += rollout.ids
+        positions += range(len(rollout.ids))
+        cu_seqlens.append(len(token_ids))
+        for order, place in enumerate(places):
+            response = place - rollout.num_prompt  # < 0 inside the prompt
+            loss_index.append(start + place - 1)
+            sequence_index.append(number)
+            response_index.append(order)
+            logprobs.append(rollout.logprobs[response] if response >= 0 else 0.0)
+            logprobs_raw.append(rollout.logprobs_raw[response] if response >= 0 else 0.0)
+            on_policy.append(place in sampled)
+    index = torch.tensor(loss_index, dtype=torch.long)
+    tokens = torch.tensor(token_ids, dtype=torch.long)
+    return Batch(
+        token_ids=tokens,
+        positions=torch.tensor(positions, dtype=torch.long),
+        cu_seqlens=torch.tensor(cu_seqlens, dtype=torch.long),
+        loss_index=index,
+        targets=tokens[index + 1],
+        sequence_index=torch.tensor(sequence_index, dtype=torch.long),
+        response_index=torch.tensor(response_index, dtype=torch.long),
+        rollout_logprobs=torch.tensor(logprobs, dtype=torch.float32),
+        rollout_logprobs_raw=torch.tensor(logprobs_raw, dtype=torch.float32),
+        on_policy=torch.tensor(on_policy, dtype=torch.bool),
+        **{name: torch.cat(list(values)) for name, values in (fields or {}).items() if len(values)},
+    )

@@ -1,0 +1,81 @@
+"""Which prompts a step gets. Everything here is a function of (seed, epoch, offset): the same on every rank, on any number of
+ranks, and after a resume. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from trainers.types import Prompt
+
+
+def stable_hash(*parts: int | str) -> int:
+    """63 bits that depend on `parts` only: not on the process, the platform or PYTHONHASHSEED."""
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class DataPosition:
+    """The next prompt is number `offset` of the `epoch`-th pass."""
+
+    epoch: int = 0
+    offset: int = 0
+
+    def to_json(self) -> dict[str, int]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnPrompt:
+    """A prompt in one pass. `key` names it for the engine's randomness: unique in a run, whatever the step size or rank count."""
+
+    prompt: Prompt
+    epoch: int
+
+    @property
+    def key(self) -> int:
+        return stable_hash("prompt", self.epoch, self.prompt.index)
+
+
+class PromptStream:
+    """Passes over the prompts, each in an order of its own, handed out in global step batches. All ranks hold the same stream
+    and take their share by `share`."""
+
+    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, position: DataPosition = DataPosition()) -> None:
+        if not 0 <= position.offset <= len(prompts):
+            raise ValueError(f"data position {position} is outside of {len(prompts)} prompts; the data changed since the checkpoint")
+        self.prompts, self.seed, self.shuffle, self.position = prompts, seed, shuffle, position
+        self._order = self._permutation(position.epoch)
+
+    def take(self, count: int) -> list[DrawnPrompt]:
+        """The next `count` prompts; a new pass begins where one ends, also within a step."""
+        drawn: list[DrawnPrompt] = []
+        epoch, offset = self.position.epoch, self.position.offset
+        while len(drawn) < count:
+            if offset == len(self._order):
+                epoch, offset = epoch + 1, 0
+                self._order = self._permutation(epoch)
+            step = self._order[offset : offset + count - len(drawn)]
+            drawn += [DrawnPrompt(self.prompts[i], epoch) for i in step]
+            offset += len(step)
+        self.position = DataPosition(epoch, offset)
+        return drawn
+
+    def _permutation(self, epoch: int) -> list[int]:
+        order = list(range(len(self.prompts)))
+        if self.shuffle:
+            random.Random(stable_hash("order", self.seed, epoch)).shuffle(order)
+        return order
+
+
+def share(items: Sequence, rank: int, world_size: int) -> list:
+    """The items of a global step batch that belong to `rank`: by position, so that the union over ranks is the batch."""
+    return list(items[rank::world_size])
+
+
+def coin(seed: int, step: int, probability: float) -> bool:
+    """The step's coin of the on-/off-policy mix: equal on all ranks, since it is drawn from (seed, step) alone."""
+    return random.Random(stable_hash("mix", seed, step)).random() < probability

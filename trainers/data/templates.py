@@ -1,0 +1,123 @@
+"""Text or messages -> token ids, made exactly once. Nothing downstream decodes and encodes again."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from typing import Any
+
+from trainers.config import DataConfig
+
+Message = dict[str, Any]
+Content = str | list[Message]
+PRIVILEGED_TEMPLATE = "{privileged}\n\n{prompt}"
+TEMPLATE_FIELDS = ("prompt", "privileged", "answer")
+
+
+def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
+    """Ids of a text prompt with the tokenizer's default special tokens, without an end-of-sequence token that the tokenizer
+    itself puts at the end: a prompt is there to be continued."""
+    ids = list(tokenizer(text)["input_ids"])
+    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if ids and ids[-1] == tokenizer.eos_token_id and list(bare[-1:]) != ids[-1:]:
+        ids.pop()
+    return tuple(ids)
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> tuple[int, ...]:
+    """Ids of a conversation through the chat template, up to where the assistant speaks. The template writes every special
+    token itself, so none is added (no doubled bos). A conversation that ends with an assistant message is continued."""
+    continued = messages[-1]["role"] == "assistant"
+    ids = tokenizer.apply_chat_template(
+        list(messages), tokenize=True, return_dict=False, add_generation_prompt=not continued, continue_final_message=continued
+    )
+    return tuple(ids)
+
+
+class PromptEncoder:
+    """What `data.chat`, `data.system` and `data.privileged_template` say, applied with one tokenizer.
+
+    Raises ValueError for settings that contradict each other or the tokenizer, and for content of a wrong form.
+    """
+
+    def __init__(self, tokenizer: Any, config: DataConfig, *, eos_token_id: int | None = None) -> None:
+        self.tokenizer, self.config = tokenizer, config
+        self.eos_token_id = tokenizer.eos_token_id if eos_token_id is None else eos_token_id
+        self.has_template = bool(getattr(tokenizer, "chat_template", None))
+        if config.chat == "always" and not self.has_template:
+            raise ValueError("data.chat=always, but the tokenizer has no chat template; use data.chat=never")
+        self.chat_text = config.chat == "always" or (config.chat == "auto" and self.has_template)
+        if config.system is not None and not self.chat_text:
+            raise ValueError("data.system needs prompts that go through a chat template; data.chat or the tokenizer rules it out")
+        self.template = config.privileged_template or PRIVILEGED_TEMPLATE
+        self.template_needs = _template_fields(self.template)
+
+    def prompt(self, prompt: Content) -> tuple[int, ...]:
+        """Ids of the prompt as the student sees it."""
+        if isinstance(prompt, str) and not self.chat_text:
+            return encode_text(self.tokenizer, prompt)
+        return encode_messages(self.tokenizer, self._conversation(prompt))
+
+    def privileged(self, prompt: Content, privileged: Content | None, answer: str | None) -> tuple[int, ...] | None:
+        """Ids of the prompt as the teacher sees it; None where the row has nothing that the template asks for."""
+        if isinstance(privileged, list):
+            if self.config.privileged_template is not None:
+                raise ValueError("privileged messages with data.privileged_template; allowed: one of them (the template is for text)")
+            conversation = self._conversation(prompt)
+            system = 1 if conversation[0]["role"] == "system" else 0
+            return encode_messages(self.tokenizer, [*conversation[:system], *privileged, *conversation[system:]])
+        given = {"privileged": privileged, "answer": answer}
+        if "privileged" in self.template_needs and privileged is None:
+            return None
+        if self.template_needs <= {"prompt"}:
+            raise ValueError(f"data.privileged_template={self.template!r} adds nothing; use {{privileged}} or {{answer}}")
+        if "answer" in self.template_needs and answer is None:
+            raise ValueError("data.privileged_template uses {answer}, which this row does not have")
+        if isinstance(prompt, str):
+            return self.prompt(self.template.format(prompt=prompt, **given))
+        last = max((i for i, m in enumerate(prompt) if m["role"] == "user"), default=None)
+        if last is None:
+            raise ValueError("a privileged text goes into the last user message, and the prompt has none")
+        changed = {**prompt[last], "content": self.template.format(prompt=prompt[last]["content"], **given)}
+        return self.prompt([*prompt[:last], changed, *prompt[last + 1 :]])
+
+    def response(self, text: str) -> tuple[int, ...]:
+        """Ids of a given response, with the end-of-sequence token that a sampled one would end with."""
+        if self.eos_token_id is None:
+            raise ValueError("given responses need an end-of-sequence token, and neither tokenizer nor checkpoint names one")
+        ids = tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return ids if ids[-1:] == (self.eos_token_id,) else (*ids, self.eos_token_id)
+
+    def _conversation(self, prompt: Content) -> list[Message]:
+        if not self.has_template or self.config.chat == "never":
+            why = "data.chat=never" if self.config.chat == "never" else "the tokenizer has no chat template"
+            raise ValueError(f"messages need a chat template, but {why}; give text")
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if self.config.system is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.config.system}, *messages]
+        return messages
+
+
+def read_content(value: object, *, column: str) -> Content:
+    """A cell as text or as a list of messages (keys that hold None are dropped: columnar files fill absent keys with it)."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence):
+        raise ValueError(f"column {column} holds {type(value).__name__}; allowed: text, or a list of messages")
+    messages: list[Message] = []
+    for message in value:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+            raise ValueError(f"column {column} holds {message!r:.80}; allowed in a list: messages {{role: text, content: text}}")
+        messages.append({k: v for k, v in message.items() if v is not None})
+    return messages
+
+
+def _template_fields(template: str) -> set[str]:
+    """The fields of a str.format template; attribute and index access are refused, since they would reach into objects."""
+    try:
+        names = {name for _, name, spec, conversion in string.Formatter().parse(template) if name is not None}
+    except ValueError as error:
+        raise ValueError(f"data.privileged_template={template!r}: {error}; a literal brace is written twice") from error
+    if unknown := sorted(names - set(TEMPLATE_FIELDS)):
+        raise ValueError(f"data.privileged_template uses {unknown}; allowed: {', '.join(TEMPLATE_FIELDS)}")
+    return names

@@ -1,0 +1,85 @@
+"""Prompts -> rollouts: sampled by the policy, or given by the data. Spans are recorded here, when tokens are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from inference_v2.types import Completion, SamplingParams
+from trainers.data.order import DrawnPrompt
+from trainers.types import Rollout, Span
+
+
+class Generator(Protocol):
+    """What rollouts need: `HybridEngine`, or the runner inside `engine.generating()`."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: Sequence[int] | None = None
+    ) -> list[list[Completion]]: ...
+
+
+def sample_rollouts(generator: Generator, prompts: Sequence[DrawnPrompt], sampling: SamplingParams) -> list[Rollout]:
+    """`sampling.num_samples` rollouts per prompt of this rank's share, prompt by prompt.
+
+    Collective; shares may be unequal or empty. Tokens depend on (sampling.seed, the prompt's key) only. Raises ValueError
+    where the engine refused a prompt (too long for the model or the cache), naming the row.
+    """
+    completions = generator.generate([p.prompt.ids for p in prompts], sampling, [p.key for p in prompts])
+    return [_from_policy(drawn, c) for drawn, samples in zip(prompts, completions, strict=True) for c in samples]
+
+
+def given_rollouts(prompts: Sequence[DrawnPrompt], tokenizer: Any, weight_version: int) -> list[Rollout]:
+    """The data's own responses as rollouts, one per prompt. Raises ValueError naming a row without a response."""
+    rollouts = []
+    for drawn in prompts:
+        prompt = drawn.prompt
+        if prompt.response_ids is None:
+            raise ValueError(f"data: row {prompt.index} has no given response; fill data.response_column")
+        count = len(prompt.response_ids)
+        rollouts.append(
+            Rollout(
+                prompt=prompt,
+                sample_index=0,
+                ids=(*prompt.ids, *prompt.response_ids),
+                spans=(Span(len(prompt.ids), len(prompt.ids) + count, "given"),),
+                logprobs=(0.0,) * count,
+                logprobs_raw=(0.0,) * count,
+                finish_reason="stop",
+                weight_version=weight_version,
+                text=tokenizer.decode(prompt.response_ids, skip_special_tokens=True),
+            )
+        )
+    return rollouts
+
+
+def with_privileged_prompt(rollout: Rollout) -> Rollout:
+    """The rollout as the teacher reads it: the privileged prompt in place of the student's, the response's ids untouched. Counted
+    positions therefore line up one to one with the student's."""
+    privileged = rollout.prompt.privileged_ids
+    if privileged is None:
+        return rollout
+    shift = len(privileged) - rollout.num_prompt
+    return replace(
+        rollout,
+        prompt=replace(rollout.prompt, ids=privileged),
+        ids=(*privileged, *rollout.response_ids),
+        spans=tuple(Span(s.start + shift, s.stop + shift, s.source) for s in rollout.spans),
+    )
+
+
+def _from_policy(drawn: DrawnPrompt, completion: Completion) -> Rollout:
+    prompt = drawn.prompt
+    if completion.error is not None:
+        raise ValueError(f"rollout: the engine refused the prompt of row {prompt.index}: {completion.error}")
+    return Rollout(
+        prompt=prompt,
+        sample_index=completion.sample_index,
+        ids=(*prompt.ids, *completion.token_ids),
+        spans=(Span(len(prompt.ids), len(prompt.ids) + len(completion.token_ids), "policy"),),
+        logprobs=completion.logprobs,
+        logprobs_raw=completion.logprobs_raw,
+        finish_reason=completion.finish_reason,
+        weight_version=completion.weight_version,
+        text=completion.text or "",
+    )
