@@ -38,6 +38,8 @@ def chunked_loss(
         raise ValueError(f"chunked_loss: {given} for {batch.num_targets} targets; give one row per counted position")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
+    if weights is None:
+        weights = torch.ones(batch.num_targets, device=hidden.device)
     leaves = (hidden, head.weight, head.bias)
     gradients = [_accumulator(leaf, like_leaf=leaf is hidden) for leaf in leaves]
     total = torch.zeros((), device=hidden.device)
@@ -46,8 +48,7 @@ def chunked_loss(
         for start in range(0, batch.num_targets, chunk_tokens):
             cut = slice(start, start + chunk_tokens)
             chunk = batch.select(cut.start, cut.stop)
-            weight = None if weights is None else weights[cut].float()
-            loss, metrics = _one_chunk(hidden[cut], head, chunk, token_loss, weight, gradients, cut)
+            loss, metrics = _one_chunk(hidden[cut], head, chunk, token_loss, weights[cut].float(), gradients, cut)
             total += loss
             for name, value in metrics.items():
                 sums[name] = sums.get(name, 0.0) + value
@@ -90,37 +91,28 @@ def _one_chunk(
     head: Head,
     chunk: Batch,
     token_loss: TokenLoss,
-    weight: Tensor | None,  # [C] fp32
+    weight: Tensor,  # [C] fp32
     gradients: list[Tensor | None],  # of hidden, head weight, head bias: written in place
     cut: slice,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss sum and metric sums of one chunk; adds its part to `gradients`."""
-    hidden = hidden.float()
-    counted = None
-    if weight is not None:
-        counted = weight != 0
-        hidden = torch.where(counted[:, None], hidden, 0.0)  # 0 x NaN is NaN, so an uncounted row must not enter a product
+    counted = weight != 0
+    hidden = torch.where(counted[:, None], hidden.float(), 0.0)  # 0 x NaN is NaN: an uncounted row must not enter a product
     logits = head_logits(head, hidden)
     differentiate = any(g is not None for g in gradients)
     with torch.set_grad_enabled(differentiate):
         logits.requires_grad_(differentiate)
         per_token, metrics = token_loss(logits, chunk)
     if differentiate:
-        seed = torch.ones_like(per_token) if weight is None else weight
-        (grad,) = torch.autograd.grad(per_token, logits, seed)
-        logits = logits.detach()
+        (grad,) = torch.autograd.grad(per_token, logits, weight)
+        grad = grad.contiguous().masked_fill_(~counted[:, None], 0.0)
         if head.softcap is not None:
-            grad = grad * (1 - (logits / head.softcap) ** 2)
+            grad *= 1 - (logits.detach() / head.softcap) ** 2
         if head.scale != 1.0:
-            grad = grad * head.scale
-        if counted is not None:
-            grad = torch.where(counted[:, None], grad, 0.0)
+            grad *= head.scale
         _add_gradients(grad, hidden, head, gradients, cut)
-    per_token = per_token.detach()
-    if weight is not None:
-        per_token = torch.where(counted, per_token * weight, 0.0)
-        metrics = {name: torch.where(counted, value, 0.0) for name, value in metrics.items()}
-    return per_token.sum(), {name: value.detach().float().sum() for name, value in metrics.items()}
+    loss = torch.where(counted, per_token.detach() * weight, 0.0).sum()
+    return loss, {name: torch.where(counted, value.detach(), 0.0).float().sum() for name, value in metrics.items()}
 
 
 def _add_gradients(grad: Tensor, hidden: Tensor, head: Head, gradients: list[Tensor | None], cut: slice) -> None:
