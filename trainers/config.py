@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from hybrid.config import HybridConfig, Strict
 from inference_v2.types import SamplingParams
@@ -22,18 +22,23 @@ class NewModel(Strict):
     settings: dict[str, int | float | bool | str | list[str] | None] = Field(
         default_factory=dict, description="fields of the transformers config (hidden_size, num_hidden_layers, ...)"
     )
-    seed: int = 0
+    seed: int | None = Field(None, ge=0, description="of its random weights; None: the run's seed")
 
 
 class ModelConfig(Strict):
     path: str | None = Field(None, description="a HF folder or hub name")
     new: NewModel | None = None
+    recipe: str | None = Field(
+        None, description="a recipe that trains the model to start from into output_dir/start/model if it is not there yet"
+    )
     tokenizer: str | None = Field(None, description="folder or hub name; None: beside the model")
 
     @model_validator(mode="after")
     def _one(self) -> ModelConfig:
-        if (self.path is None) == (self.new is None):
-            raise ValueError("give exactly one of model.path (a HF folder or hub name) and model.new (a fresh small model)")
+        if [self.path, self.new, self.recipe].count(None) != 2:
+            raise ValueError(
+                "give exactly one of path (a HF folder or hub name), new (a fresh small model) and recipe (which trains it)"
+            )
         return self
 
 
@@ -49,7 +54,7 @@ class FrozenTeacher(Strict):
     @model_validator(mode="after")
     def _one(self) -> FrozenTeacher:
         if (self.path is None) == (self.recipe is None):
-            raise ValueError("give exactly one of teacher.path and teacher.recipe")
+            raise ValueError("give exactly one of path (a HF folder or hub name) and recipe (which trains it)")
         return self
 
 
@@ -63,7 +68,12 @@ class SelfTeacher(Strict):
     compute_dtype: Literal["float32", "bfloat16"] | None = None
 
 
-Teacher = Annotated[FrozenTeacher | SelfTeacher, Field(discriminator="kind")]
+def _kind(teacher: Any) -> str | None:
+    """A teacher is frozen unless it says otherwise."""
+    return teacher.get("kind", "frozen") if isinstance(teacher, dict) else getattr(teacher, "kind", None)
+
+
+Teacher = Annotated[Annotated[FrozenTeacher, Tag("frozen")] | Annotated[SelfTeacher, Tag("self")], Discriminator(_kind)]
 
 
 class DataConfig(Strict):

@@ -1,0 +1,50 @@
+"""Word problems on two-digit numbers. The privileged context is the worked calculation; the student sees the bare problem."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+NUM_TRAIN = 8000
+NUM_HELD_OUT = 200
+
+NAMES = "Ann Ben Carla David Ella Frank Grace Henry Iris Jack Kate Leo Mia Noah Olga Paul Rosa Sam Tina Victor".split()
+THINGS = "apples marbles stamps books coins shells cards pencils stickers eggs buttons flowers".split()
+GAINS = ("buys {b} more", "finds {b} more", "gets {b} more from a friend")
+LOSSES = ("gives away {b}", "loses {b}", "sells {b}")
+
+
+def train() -> Iterator[dict[str, Any]]:
+    return _rows(seed=1, count=NUM_TRAIN, held_out=False)
+
+
+def held_out() -> Iterator[dict[str, Any]]:
+    return _rows(seed=2, count=NUM_HELD_OUT, held_out=True)
+
+
+def _rows(seed: int, count: int, held_out: bool) -> Iterator[dict[str, Any]]:
+    rng = random.Random(seed)
+    seen: set[str] = set()
+    while len(seen) < count:
+        a, b = rng.randint(20, 99), rng.randint(11, 60)
+        gain = rng.random() < 0.5
+        if (a * 97 + b * 89 + gain) % 10 == 0 != held_out or (not gain and b >= a):
+            continue  # a calculation belongs to one split, whatever the story around it
+        row = _row(rng, a, b, gain)
+        question = row["prompt"][0]["content"]
+        if question not in seen:
+            seen.add(question)
+            yield row
+
+
+def _row(rng: random.Random, a: int, b: int, gain: bool) -> dict[str, Any]:
+    name, thing = rng.choice(NAMES), rng.choice(THINGS)
+    event = rng.choice(GAINS if gain else LOSSES).format(b=b)
+    result = a + b if gain else a - b
+    question = f"{name} has {a} {thing} and {event}. How many {thing} does {name} have now?"
+    return {
+        "prompt": [{"role": "user", "content": question}],
+        "privileged": f"{a} {'+' if gain else '-'} {b} = {result}",
+        "answer": str(result),
+    }

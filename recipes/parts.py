@@ -1,0 +1,82 @@
+"""What a run needs before it can start: made data, a fresh model, and the models that other recipes train.
+
+Everything lands in output_dir and is used again when it is there: data/, init/, start/model, teacher/model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recipes import data as made_data
+from recipes import launch
+from recipes.new_model import make_new_model
+from recipes.settings import MADE, SettingsError, load_settings
+from trainers.config import RunConfig
+
+
+def sub_recipes(config: RunConfig, folder: Path | None = None, above: tuple[str, ...] = ()) -> dict[str, RunConfig]:
+    """The runs that come before this one, by the folder they run in, in the order they are to run in. Their seed and device
+    are this run's; all else, max_steps included, is their own. Raises SettingsError for a recipe that needs itself."""
+    folder = folder or Path(config.output_dir)
+    found: dict[str, RunConfig] = {}
+    for name, owner in (("teacher", getattr(config, "teacher", None)), ("start", config.model)):
+        recipe = getattr(owner, "recipe", None)
+        if recipe is None:
+            continue
+        if recipe in above:
+            raise SettingsError(f"{recipe}: needs itself, through {' -> '.join([*above, recipe])}")
+        part = folder / name
+        fixed = {"output_dir": str(part), "seed": config.seed, "engine.device": config.engine.device}
+        sub = load_settings(recipe, fixed=fixed)
+        found |= sub_recipes(sub, part, (*above, recipe))
+        found[str(part)] = sub
+    return found
+
+
+def prepare(config: RunConfig, stop: Callable[[], bool]) -> RunConfig | None:
+    """Make or train what is missing, and return the config with every part replaced by its path; None if a signal stopped it.
+
+    Every rank calls it: the parts are trained in the same process group as the run.
+    """
+    from trainers.loop import train
+
+    for folder, sub in sub_recipes(config).items():
+        if (Path(folder) / "model" / "config.json").exists():
+            _say(f"{folder}/model is there; using it")
+            continue
+        _say(f"training {folder}/model")
+        if train(with_paths(sub), stop=stop).stopped_by_signal:
+            return None
+    _say(f"training {config.output_dir}/model")
+    return with_paths(config)
+
+
+def with_paths(config: RunConfig) -> RunConfig:
+    """The config with made data, the fresh model and trained models as paths; data and model are made if missing."""
+    out = Path(config.output_dir)
+    update: dict[str, Any] = {}
+    files = {
+        name: str(made_data.make(source.removeprefix(MADE), out / "data"))
+        for name in ("train", "eval")
+        if (source := getattr(config.data, name)) is not None and source.startswith(MADE)
+    }
+    if files:
+        update["data"] = config.data.model_copy(update=files)
+    if config.model.new is not None:
+        seed = config.seed if config.model.new.seed is None else config.model.new.seed
+        path = make_new_model(config.model.new, out / "init", seed=seed)
+        update["model"] = config.model.model_copy(update={"path": str(path), "new": None})
+    elif config.model.recipe is not None:
+        update["model"] = config.model.model_copy(update={"path": str(out / "start" / "model"), "recipe": None})
+    teacher = getattr(config, "teacher", None)
+    if getattr(teacher, "recipe", None) is not None:
+        update["teacher"] = teacher.model_copy(update={"path": str(out / "teacher" / "model"), "recipe": None})
+    return config.model_copy(update=update)
+
+
+def _say(line: str) -> None:
+    if launch.is_main_rank():
+        print(f"hybrid: {line}", file=sys.stderr, flush=True)
