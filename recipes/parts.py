@@ -1,6 +1,6 @@
-"""What a run needs before it can start: made data, a fresh model, and the models that other recipes train.
+"""What a run needs before it can start: made data, and the models that other recipes train.
 
-Everything lands in output_dir and is used again when it is there: data/, init/, start/model, teacher/model.
+Everything lands in output_dir and is used again when it is there: data/, start/model, teacher/model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from typing import Any
 
 from recipes import data as made_data
 from recipes import launch
-from recipes.new_model import make_new_model
 from recipes.settings import MADE, SettingsError, load_settings
 from trainers.config import RunConfig
 
@@ -55,7 +54,7 @@ def prepare(config: RunConfig, stop: Callable[[], bool]) -> RunConfig | None:
 
 
 def with_paths(config: RunConfig) -> RunConfig:
-    """The config with made data, the fresh model and trained models as paths; data and model are made if missing."""
+    """The config with made data and trained models as paths; the data is made if missing."""
     out = Path(config.output_dir)
     update: dict[str, Any] = {}
     files = {
@@ -65,11 +64,7 @@ def with_paths(config: RunConfig) -> RunConfig:
     }
     if files:
         update["data"] = config.data.model_copy(update=files)
-    if config.model.new is not None:
-        seed = config.seed if config.model.new.seed is None else config.model.new.seed
-        path = make_new_model(config.model.new, out / "init", seed=seed)
-        update["model"] = config.model.model_copy(update={"path": str(path), "new": None})
-    elif config.model.recipe is not None:
+    if config.model.recipe is not None:
         update["model"] = config.model.model_copy(update={"path": str(out / "start" / "model"), "recipe": None})
     teacher = getattr(config, "teacher", None)
     if getattr(teacher, "recipe", None) is not None:

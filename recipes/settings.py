@@ -58,7 +58,7 @@ def parse_yaml(text: str, name: str) -> Any:
                 raise SettingsError(f"{name}:{event.start_mark.line + 1}: YAML aliases are not read; write the value out")
             if getattr(event, "tag", None) is not None:
                 raise SettingsError(f"{name}:{event.start_mark.line + 1}: YAML tag {event.tag!r} is not read; remove it")
-        return yaml.load(text, Loader=_Loader)  # noqa: S506  a SafeLoader
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"{name}{line}: not valid YAML: {error.problem}") from None
@@ -141,7 +141,8 @@ def load_settings(name: str, overrides: Sequence[str] = (), *, fixed: Mapping[st
 
 
 def _fill(config: RunConfig, folder: Path) -> RunConfig:
-    """Resolve relative paths against the working directory, then the recipe's folder; end a decay at max_steps."""
+    """Resolve relative paths against the working directory, then the recipe's folder; end a decay at max_steps; seed a fresh
+    model by the run's seed where the recipe gives it none."""
 
     def near(value: str | None) -> str | None:
         if value is None or Path(value).exists() or not (folder / value).exists():
@@ -155,10 +156,10 @@ def _fill(config: RunConfig, folder: Path) -> RunConfig:
             found["recipe"] = str(find_recipe(section.recipe, beside=folder))
         return section.model_copy(update=found)
 
-    update: dict[str, Any] = {
-        "data": located(config.data, "train", "eval"),
-        "model": located(config.model, "path", "tokenizer"),
-    }
+    model = located(config.model, "path", "tokenizer")
+    if model.new is not None and "seed" not in model.new.model_fields_set:
+        model = model.model_copy(update={"new": model.new.model_copy(update={"seed": config.seed})})
+    update: dict[str, Any] = {"data": located(config.data, "train", "eval"), "model": model}
     teacher = getattr(config, "teacher", None)
     if isinstance(teacher, FrozenTeacher):
         update["teacher"] = located(teacher, "path")
@@ -183,7 +184,7 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> Iterator[str]:
         elif problem["type"] == "missing":
             yield f"{where}: missing, and it has no default"
         elif problem["type"] == "value_error":
-            yield f"{where}: {str(problem['ctx']['error'])}"
+            yield f"{where}: {problem['ctx']['error']!s}"
         else:
             given = repr(problem["input"])
             yield f"{where}={given if len(given) <= 80 else given[:77] + '...'}: {problem['msg']}"

