@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from hybrid import rng
+from hybrid import optim_state, rng
 from hybrid.folders import (
     describe,
     first_error,
@@ -44,6 +44,7 @@ from hybrid.folders import (
 
 FORMAT = 1
 SHARD_FILE_BYTES = 32 * 2**20  # the storage serialises one file at a time in memory: this bounds what saving adds to the shards
+HEADER_KEYS = {"format", "world_size", "weight_version", "optimizer", "scalars", "state", "files"}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata")
 PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 
@@ -79,13 +80,12 @@ def save_checkpoint(
     """
     tensors = _named("model", model) | _named("ema", ema or {})
     if optimizer is not None:
-        tensors |= _named("optim", optimizer_tensors(optimizer, model))
+        tensors |= _named("optim", optim_state.tensors(optimizer, model))
     header = {
         "format": FORMAT,
         "world_size": get_world_size(group),
         "weight_version": weight_version,
-        "optimized": list(_optimized(optimizer, model)) if optimizer else [],
-        "learning_rates": [float(g["lr"]) for g in optimizer.param_groups] if optimizer else [],
+        "optimizer": optim_state.header(optimizer, model) if optimizer is not None else {},
         # stored with shape [1]: the storage cannot slice a tensor of no dimension
         "scalars": [name for name, tensor in tensors.items() if tensor.ndim == 0],
         "state": dict(state or {}),
@@ -103,8 +103,7 @@ def save_checkpoint(
         rng.save(folder / "rng" / f"rank_{get_rank(group):05d}.safetensors")
 
     def finish(folder: Path) -> None:
-        files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-        (folder / "state.json").write_text(json.dumps(header | {"files": files}, indent=1), encoding="utf-8")
+        (folder / "state.json").write_text(json.dumps(header | {"files": _files(folder)}, indent=1), encoding="utf-8")
 
     write_folder(path, write, finish=finish, group=group)
 
@@ -127,14 +126,15 @@ def load_checkpoint(
     path = Path(path)
     if get_rank(group) == 0:
         recover(path)
+    first_error(None, group)  # a barrier: no rank looks before that
     try:
         header = read_header(path)
         saved = _saved_tensors(path, header)
-        slots = {} if optimizer is None else _optimizer_slots(optimizer, model, saved, header)
+        slots = {} if optimizer is None else optim_state.slots(optimizer, model, saved, header["scalars"], header["optimizer"])
         tensors = _named("model", model) | _named("optim", slots) | _named("ema", ema or {})
         _check_fit(path, tensors, saved, header["scalars"])
-    except ValueError as error:
-        first_error(error, group)
+    except Exception as error:
+        first_error(error, group)  # the other ranks wait there
         raise
     if (line := first_error(None, group)) is not None:
         raise ValueError(line)
@@ -146,7 +146,7 @@ def load_checkpoint(
     except CheckpointException as error:
         raise ValueError(f"{path}: {describe(error)}; use an older checkpoint") from error
     if optimizer is not None:
-        _fill_optimizer(optimizer, model, slots, header)
+        optim_state.fill(optimizer, model, slots, header["optimizer"])
     same_ranks = header["world_size"] == get_world_size(group)
     if same_ranks:
         rng.load(path / "rng" / f"rank_{get_rank(group):05d}.safetensors")
@@ -180,65 +180,6 @@ def _checkpoints(run_dir: Path) -> dict[int, Path]:
     return {step: path for step, path in named.items() if (path / "state.json").is_file()}
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The optimizer's state as `STATE.PARAMETER` -> tensor (`exp_avg.model.norm.weight`)."""
-    return {
-        f"{key}.{name}": value
-        for name, parameter in _optimized(optimizer, model).items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _optimized(optimizer: torch.optim.Optimizer, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of the optimizer's parameters, in its order."""
-    names = {id(tensor): name for name, tensor in model.items()}
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if unknown := sum(id(p) not in names for p in parameters):
-        raise ValueError(f"{unknown} of the optimizer's {len(parameters)} parameters are not in `model`; pass the same objects")
-    return {names[id(p)]: p for p in parameters}
-
-
-def _optimizer_slots(
-    optimizer: torch.optim.Optimizer,
-    model: Mapping[str, Tensor],
-    saved: Mapping[str, TensorStorageMetadata],
-    header: Mapping[str, Any],
-) -> dict[str, Tensor]:
-    """Empty tensors for the state that the checkpoint holds of the optimizer's parameters, by `STATE.PARAMETER`."""
-    parameters = _optimized(optimizer, model)
-    if parameters.keys() != set(header["optimized"]):
-        missing, surplus = sorted(parameters.keys() - header["optimized"]), sorted(header["optimized"] - parameters.keys())
-        raise ValueError(f"other parameters were trained: not trained there: {missing}; trained only there: {surplus}")
-    on_device = {
-        id(p) for group in optimizer.param_groups if group.get("capturable") or group.get("fused") for p in group["params"]
-    }
-    slots = {}
-    for full_name, stored in saved.items():
-        kind, _, slot = full_name.partition(".")
-        key, _, name = slot.partition(".")
-        if kind != "optim" or name not in parameters:
-            continue
-        parameter, dtype = parameters[name], stored.properties.dtype
-        if full_name in header["scalars"]:  # a step count
-            slots[slot] = torch.zeros((), dtype=dtype, device=parameter.device if id(parameter) in on_device else "cpu")
-        else:
-            slots[slot] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return slots
-
-
-def _fill_optimizer(
-    optimizer: torch.optim.Optimizer, model: Mapping[str, Tensor], slots: Mapping[str, Tensor], header: Mapping[str, Any]
-) -> None:
-    parameters = _optimized(optimizer, model)
-    optimizer.state.clear()
-    for slot, tensor in slots.items():
-        key, _, name = slot.partition(".")
-        optimizer.state[parameters[name]][key] = tensor
-    for param_group, lr in zip(optimizer.param_groups, header["learning_rates"], strict=True):
-        param_group["lr"] = lr
-
-
 def _named(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{kind}.{name}": tensor.detach() for name, tensor in tensors.items()}
 
@@ -268,17 +209,23 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         header = json.loads((path / "state.json").read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"{path} is not a whole checkpoint: {error.strerror}: state.json; use another step") from error
+        raise ValueError(f"{path} is not a whole checkpoint: state.json: {error.strerror}; use another step") from error
     except ValueError as error:
         raise ValueError(f"{path}/state.json is not JSON: {error}; use another step") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
-        raise ValueError(f"{path}/state.json: not of checkpoint format {FORMAT}, which this version reads")
+    if not isinstance(header, dict) or header.get("format") != FORMAT or not header.keys() >= HEADER_KEYS:
+        raise ValueError(f"{path}/state.json is not of checkpoint format {FORMAT}, which this version reads")
+    found = _files(path)
     for name, size in header["files"].items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            what = "missing" if found is None else f"truncated: {found} of {size} bytes"
+        if found.get(name) != size:
+            what = "missing" if name not in found else f"truncated: {found[name]} of {size} bytes"
             raise ValueError(f"{path}: {name} is {what}; use an older checkpoint")
+    if strange := sorted(name for name in found.keys() - header["files"].keys() if name.endswith(".safetensors")):
+        raise ValueError(f"{path} holds files that it was not saved with: {strange}; remove them")
     return header
+
+
+def _files(folder: Path) -> dict[str, int]:
+    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def refuse_pickles(path: str | os.PathLike[str]) -> None:

@@ -32,9 +32,11 @@ def first_error(error: BaseException | None, group: dist.ProcessGroup | None = N
     line = None if error is None else describe(error)
     if get_world_size(group) == 1:
         return line
+    if line is not None and not isinstance(error, CheckpointException):  # which names the rank by itself
+        line = f"rank {get_rank(group)}: {line}"
     lines: list[str | None] = [None] * get_world_size(group)
     dist.all_gather_object(lines, line, group=group)
-    return next((f"rank {rank}: {line}" for rank, line in enumerate(lines) if line is not None), None)
+    return next((line for line in lines if line is not None), None)
 
 
 def describe(error: BaseException) -> str:

@@ -1,0 +1,84 @@
+"""A torch optimizer's state as named tensors, for checkpoints: `STATE.PARAMETER`, e.g. `exp_avg.model.norm.weight`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.optim import Optimizer
+
+
+def parameter_names(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The optimizer's parameters by their names in `model`, in its order. Raises ValueError for one that is not there."""
+    names = {id(tensor): name for name, tensor in model.items()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if unknown := sum(id(p) not in names for p in parameters):
+        raise ValueError(f"{unknown} of the optimizer's {len(parameters)} parameters are not in `model`; pass the same objects")
+    return {names[id(p)]: p for p in parameters}
+
+
+def tensors(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Every tensor of its state; a parameter that was never stepped has none."""
+    return {
+        f"{key}.{name}": value
+        for name, parameter in parameter_names(optimizer, model).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def header(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What is no tensor (JSON): the parameters' names and each group's learning rate. Other hyper-parameters are the config's."""
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    return {"parameters": list(parameter_names(optimizer, model)), "learning_rates": rates}
+
+
+def slots(
+    optimizer: Optimizer,
+    model: Mapping[str, Tensor],
+    saved: Mapping[str, TensorStorageMetadata],
+    scalars: Collection[str],
+    saved_header: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    """Tensors to read the saved state into, by `STATE.PARAMETER`: the optimizer's own where they fit, else new ones.
+
+    `saved` has the names in the checkpoint (`optim.STATE.PARAMETER`), of which `scalars` have no dimension (step counts).
+    Raises ValueError with both lists when other parameters were trained.
+    """
+    parameters = parameter_names(optimizer, model)
+    trained = set(saved_header.get("parameters", ()))
+    if parameters.keys() != trained:
+        missing, surplus = sorted(parameters.keys() - trained), sorted(trained - parameters.keys())
+        raise ValueError(f"the optimizer does not fit: trained only here: {missing}; trained only there: {surplus}")
+    on_device = {id(p) for g in optimizer.param_groups if g.get("capturable") or g.get("fused") for p in g["params"]}
+    found = {}
+    for full_name, stored in saved.items():
+        kind, _, slot = full_name.partition(".")
+        key, _, name = slot.partition(".")
+        if kind != "optim":
+            continue
+        parameter, dtype = parameters[name], stored.properties.dtype
+        shape = torch.Size() if full_name in scalars else parameter.shape
+        own = optimizer.state.get(parameter, {}).get(key)
+        if isinstance(own, Tensor) and (own.shape, own.dtype) == (shape, dtype):
+            found[slot] = own
+        elif full_name in scalars:
+            device = parameter.device if id(parameter) in on_device else torch.device("cpu")  # where torch keeps them
+            found[slot] = torch.zeros((), dtype=dtype, device=device)
+        else:
+            found[slot] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return found
+
+
+def fill(optimizer: Optimizer, model: Mapping[str, Tensor], slots: Mapping[str, Tensor], saved_header: Mapping[str, Any]) -> None:
+    """Makes filled `slots` the optimizer's whole state, and sets the learning rates."""
+    parameters = parameter_names(optimizer, model)
+    optimizer.state.clear()
+    for slot, tensor in slots.items():
+        key, _, name = slot.partition(".")
+        optimizer.state[parameters[name]][key] = tensor
+    for group, rate in zip(optimizer.param_groups, saved_header["learning_rates"], strict=True):
+        group["lr"] = rate
