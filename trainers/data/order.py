@@ -46,7 +46,9 @@ class PromptStream:
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, position: DataPosition = DataPosition()) -> None:
         if not 0 <= position.offset <= len(prompts):
-            raise ValueError(f"data position {position} is outside of {len(prompts)} prompts; the data changed since the checkpoint")
+            raise ValueError(
+                f"data position {position} is outside of {len(prompts)} prompts; the data changed since the checkpoint"
+            )
         self.prompts, self.seed, self.shuffle, self.position = prompts, seed, shuffle, position
         self._order = self._permutation(position.epoch)
 

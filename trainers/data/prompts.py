@@ -28,9 +28,7 @@ class PromptSet:
         return len(self.prompts)
 
 
-def load_prompts(
-    config: DataConfig, tokenizer: Any, *, held_out: bool = False, eos_token_id: int | None = None
-) -> PromptSet:
+def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, eos_token_id: int | None = None) -> PromptSet:
     """The prompts of `config.train` (or `config.eval` with `held_out`).
 
     `eos_token_id` ends given responses (None: the tokenizer's). Raises ValueError naming the file and the row for a missing
@@ -45,7 +43,9 @@ def load_prompts(
     for index, row in enumerate(rows):
         try:
             prompt = _read_row(index, row, config, encoder)
-        except ValueError as error:
+        except Exception as error:
+            if not isinstance(error, ValueError) and type(error) is not Exception:
+                raise  # `tokenizers` raises a bare Exception for a character that a vocabulary lacks
             raise ValueError(f"data: {source} row {index} (the first is 0): {error}") from error
         if max(len(prompt.ids), len(prompt.privileged_ids or ())) > config.max_prompt_tokens:
             long_prompts += 1
@@ -55,8 +55,8 @@ def load_prompts(
             prompts.append(prompt)
     if long_prompts or long_responses:
         logger.warning(
-            "%s: dropped %d of %d rows whose prompt is longer than data.max_prompt_tokens=%d, and %d whose response is longer than "
-            "data.max_response_tokens=%s",
+            "%s: dropped %d of %d rows whose prompt is longer than data.max_prompt_tokens=%d, and %d whose response is longer "
+            "than data.max_response_tokens=%s",
             source, long_prompts, len(rows), config.max_prompt_tokens, long_responses, config.max_response_tokens,
         )  # fmt: skip
     if not prompts:

@@ -62,7 +62,9 @@ class PromptEncoder:
         """Ids of the prompt as the teacher sees it; None where the row has nothing that the template asks for."""
         if isinstance(privileged, list):
             if self.config.privileged_template is not None:
-                raise ValueError("privileged messages with data.privileged_template; allowed: one of them (the template is for text)")
+                raise ValueError(
+                    "privileged messages with data.privileged_template; allowed: one of them (the template is for text)"
+                )
             conversation = self._conversation(prompt)
             system = 1 if conversation[0]["role"] == "system" else 0
             return encode_messages(self.tokenizer, [*conversation[:system], *privileged, *conversation[system:]])
@@ -106,7 +108,11 @@ def read_content(value: object, *, column: str) -> Content:
         raise ValueError(f"column {column} holds {type(value).__name__}; allowed: text, or a list of messages")
     messages: list[Message] = []
     for message in value:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
+        if (
+            not isinstance(message, dict)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
             raise ValueError(f"column {column} holds {message!r:.80}; allowed in a list: messages {{role: text, content: text}}")
         messages.append({k: v for k, v in message.items() if v is not None})
     return messages

@@ -1,0 +1,35 @@
+"""What the loop asks of an algorithm. An algorithm is one short file (opsd.py, sft.py): it chooses the responses, names its
+scorers and gives a loss per token; how steps, ranks, micro-batches and checkpoints go is the loop's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+from hybrid.loss_head import TokenLoss
+from trainers.data.order import DrawnPrompt
+from trainers.losses.reductions import Reduction
+from trainers.scoring import Scorer
+from trainers.types import Prompt, Rollout
+
+
+class Algorithm(Protocol):
+    prompts_per_step: int  # over all ranks
+    temperature: float  # of the loss and of log-probs
+    with_prompt: bool  # whether the prompt's own tokens are trained on
+    scorers: Sequence[Scorer]
+    reduction: Reduction
+    constant_length: int | None  # of reduction sum_per_constant
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raises ValueError, before the first step, for prompts that lack what this algorithm needs."""
+        ...
+
+    def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
+        """Responses to this rank's share of the step's prompts. Collective."""
+        ...
+
+    def token_loss(self) -> AbstractContextManager[TokenLoss]:
+        """The loss per token, with whatever it needs gathered while the context is open."""
+        ...

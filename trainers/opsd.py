@@ -1,0 +1,75 @@
+"""On-policy (self-)distillation: the student answers, the teacher reads the answer, and every token is pulled towards what the
+teacher would have said there (Agarwal et al. 2024, GKD). A self-teacher is the student with a privileged context."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hybrid.batch import Batch
+from hybrid.engine import HybridEngine
+from hybrid.loss_head import TokenLoss
+from trainers.config import OPSDConfig
+from trainers.data.order import DrawnPrompt, coin
+from trainers.losses import divergence_token_loss
+from trainers.rollout import given_rollouts, sample_rollouts
+from trainers.scoring import TeacherScorer
+from trainers.types import Prompt, Rollout
+
+logger = logging.getLogger(__name__)
+
+
+class OPSD:
+    with_prompt = False
+
+    def __init__(self, config: OPSDConfig, engine: HybridEngine, teacher: TeacherScorer) -> None:
+        self.config, self.engine, self.teacher = config, engine, teacher
+        self.scorers = (teacher,)
+        self.prompts_per_step = config.rollout.prompts_per_step
+        self.temperature = config.rollout.sampling.temperature
+        self.reduction, self.constant_length = config.loss.reduction, config.loss.constant_length
+        self.sampling = config.rollout.sampling.params(num_samples=config.rollout.samples_per_prompt, seed=config.seed)
+        if config.loss.divergence == "sampled_token" and config.rollout.sampling.truncates:
+            logger.warning(
+                "loss.divergence=sampled_token with truncated or penalised sampling: its gradient is the reverse KL's only for "
+                "tokens drawn from softmax(z / temperature); set top_k=0, top_p=1, min_p=0, min_new_tokens=0 and no penalties"
+            )
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            if self.config.teacher.kind == "self" and prompt.privileged_ids is None:
+                raise ValueError(
+                    f"data: row {prompt.index} gives the self-teacher nothing that the student does not see; fill "
+                    f"data.privileged_column ({self.config.data.privileged_column!r}) or write data.privileged_template"
+                )
+            if self.config.rollout.given_fraction > 0 and prompt.response_ids is None:
+                raise ValueError(f"data: row {prompt.index} has no response; rollout.given_fraction needs data.response_column")
+
+    def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
+        if coin(self.config.seed, step, self.config.rollout.given_fraction):
+            return given_rollouts(prompts, self.engine.tokenizer, self.engine.weight_version)
+        return sample_rollouts(self.engine, prompts, self.sampling)
+
+    @contextmanager
+    def token_loss(self) -> Iterator[TokenLoss]:
+        with self.teacher.head() as head:
+            yield with_first_token(divergence_token_loss(self.config.loss, head, self.temperature))
+
+
+def with_first_token(token_loss: TokenLoss) -> TokenLoss:
+    """Adds `first_token_loss` and `first_token`: the loss at each response's first token and whether a position is one. The ratio
+    of their sums shows a teacher whose prompt ends otherwise than the student's (a template fault) while the mean hides it."""
+
+    def wrapped(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        per_token, metrics = token_loss(logits, chunk)
+        assert chunk.response_index is not None
+        first = chunk.response_index == 0
+        metrics["first_token_loss"] = torch.where(first, per_token.detach(), 0.0)
+        metrics["first_token"] = first.float()
+        return per_token, metrics
+
+    return wrapped

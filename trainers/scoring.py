@@ -1,0 +1,147 @@
+"""Teachers behind one seam: a scorer fills exactly one named field of the batches from the rollouts, and nothing else.
+
+To the loss a frozen checkpoint, the starting weights with a privileged context, today's weights with it, and their moving
+average look alike: `teacher_hidden`, which waits on the host, and a head that is gathered while the loss runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hybrid.config import HybridConfig
+from hybrid.engine import HybridEngine
+from hybrid.models import ShardedModel
+from inference_v2.head import Head
+from trainers.config import FrozenTeacher, SelfTeacher, Teacher
+from trainers.data.batching import counted_positions, group_by_length, pack, pad_groups
+from trainers.rollout import with_privileged_prompt
+from trainers.types import Rollout
+
+
+class Scorer(Protocol):
+    """Fills `field` of the batches."""
+
+    field: str
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        """For each rollout of this rank's share [n_i, ...], aligned with its counted positions. Collective."""
+        ...
+
+    def after_step(self) -> None:
+        """Called once the policy's weights have changed."""
+        ...
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold to go on: nothing for weights that are read from elsewhere."""
+        ...
+
+
+class TeacherScorer:
+    """`teacher_hidden`: the teacher's final hidden states at the counted positions, with the privileged prompt (where a row has
+    one) in place of the student's. No gradient, no dropout, and the student's mode and generators are left alone."""
+
+    field = "teacher_hidden"
+
+    def __init__(
+        self,
+        model: ShardedModel,
+        engine: HybridEngine,
+        *,
+        micro_batch_tokens: int,
+        ema_decay: float | None = None,
+        offload: bool = False,
+    ) -> None:
+        self.model, self.engine = model, engine
+        self.micro_batch_tokens, self.ema_decay, self.offload = micro_batch_tokens, ema_decay, offload
+        if offload:
+            model.offload()
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        seen = [with_privileged_prompt(r) for r in rollouts]
+        groups = group_by_length([len(r.ids) for r in seen], self.micro_batch_tokens)
+        hidden: list[Tensor] = [torch.empty(0)] * len(seen)
+        with self._on_device():
+            for group in pad_groups(groups, int(self.engine.mesh.max([len(groups)])[0])):
+                batch = pack([seen[i] for i in group])
+                states = self.model.hidden_states(batch.to(self.engine.mesh.device)).to("cpu")  # [N, H]
+                for i, rows in zip(group, states.split([len(counted_positions(seen[i])) for i in group]), strict=True):
+                    hidden[i] = rows
+        return hidden
+
+    @contextmanager
+    def head(self) -> Iterator[Head]:
+        """The teacher's head, gathered and detached, for as long as the loss runs."""
+        if self.model is not self.engine.model and not self.offload:
+            with self.model.head() as head:
+                yield head
+            return
+        # The live teacher's gathered head would be freed by the student's own forward, an offloaded one's by leaving the device.
+        with self._on_device(), self.model.head() as head:
+            copy = replace(head, weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
+        yield copy
+
+    def after_step(self) -> None:
+        if self.ema_decay is not None:
+            with self._on_device():
+                self.model.lerp_(self.engine.model, 1.0 - self.ema_decay)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {} if self.ema_decay is None else dict(self.model.parameters())
+
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        if not self.offload:
+            yield
+            return
+        self.model.onload()
+        try:
+            yield
+        finally:
+            self.model.offload()
+
+
+def open_teacher(
+    teacher: Teacher, engine: HybridEngine, config: HybridConfig, *, start: str, micro_batch_tokens: int
+) -> TeacherScorer:
+    """The scorer that `teacher` describes. `start` is the folder the student started from (also on a resume). Raises ValueError
+    where student and teacher do not share a vocabulary."""
+    options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens}
+    if isinstance(teacher, SelfTeacher) and teacher.weights == "live":
+        return TeacherScorer(engine.model, engine, **options)
+    compute = teacher.compute_dtype or config.compute_dtype
+    averaged = isinstance(teacher, SelfTeacher) and teacher.weights == "ema"
+    path = teacher.path if isinstance(teacher, FrozenTeacher) else start
+    if path is None:
+        raise ValueError("teacher.recipe is not trained yet; run it first and set teacher.path to its model folder")
+    limit = engine.model.vocab_limit
+    settings = config.model_copy(
+        update={"compute_dtype": compute, "master_dtype": "float32", "vocab_limit": limit, "dropout": False}
+    )
+    # Only an average needs fp32 masters: a frozen copy is held in the dtype it computes in.
+    model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=averaged)
+    if isinstance(teacher, FrozenTeacher):
+        check_same_vocabulary(engine.tokenizer.get_vocab(), model.tokenizer and model.tokenizer.get_vocab(), path)
+        rows = model.hf_config.get_text_config().vocab_size
+        if limit is not None and rows < limit:
+            raise ValueError(f"teacher {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching teacher")
+    return TeacherScorer(model, engine, ema_decay=teacher.ema_decay if averaged else None, offload=teacher.offload, **options)
+
+
+def check_same_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int] | None, name: str, show: int = 3) -> None:
+    """Raises ValueError naming the first ids whose tokens differ. A loss over two vocabularies would compare unlike tokens."""
+    if teacher is None:
+        raise ValueError(f"teacher {name} has no tokenizer to compare with the student's; put the tokenizer beside its weights")
+    if student == teacher:
+        return
+    mine, theirs = ({i: token for token, i in vocab.items()} for vocab in (student, teacher))
+    differing = [i for i in sorted(mine.keys() | theirs.keys()) if mine.get(i) != theirs.get(i)]
+    shown = "; ".join(f"{i}: student {mine.get(i)!r}, teacher {theirs.get(i)!r}" for i in differing[:show])
+    raise ValueError(
+        f"student and teacher {name}: their tokenizers differ in {len(differing)} ids ({shown}); use a teacher with the same one"
+    )

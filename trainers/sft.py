@@ -1,0 +1,40 @@
+"""Supervised fine-tuning on given responses: cross-entropy, on the response alone by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from hybrid.engine import HybridEngine
+from hybrid.loss_head import TokenLoss
+from trainers.config import SFTConfig
+from trainers.data.order import DrawnPrompt
+from trainers.losses import cross_entropy_token_loss
+from trainers.losses.reductions import Reduction
+from trainers.rollout import given_rollouts
+from trainers.scoring import Scorer
+from trainers.types import Prompt, Rollout
+
+
+class SFT:
+    scorers: Sequence[Scorer] = ()
+    temperature = 1.0
+    reduction: Reduction = "token_mean"
+    constant_length = None
+
+    def __init__(self, config: SFTConfig, engine: HybridEngine) -> None:
+        self.config, self.engine = config, engine
+        self.prompts_per_step = config.train.batch_size
+        self.with_prompt = not config.train.completion_only
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        for prompt in prompts:
+            if prompt.response_ids is None:
+                raise ValueError(f"data: row {prompt.index} has no response to train on; fill data.response_column")
+
+    def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
+        return given_rollouts(prompts, self.engine.tokenizer, self.engine.weight_version)
+
+    @contextmanager
+    def token_loss(self) -> Iterator[TokenLoss]:
+        yield cross_entropy_token_loss(self.temperature)
