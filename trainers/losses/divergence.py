@@ -42,6 +42,8 @@ def jsd(log_t: LogProbs, log_s: LogProbs, beta: float, clip_element: float | Non
     """
     if beta in (0.0, 1.0):
         return _kl(log_t, log_s, clip_element) if beta == 0 else _kl(log_s, log_t, clip_element)
+    if beta > 0.5:  # M is taken relative to its larger part: exact near that end too, where jsd_normalised divides by 1 - beta
+        log_t, log_s, beta = log_s, log_t, 1 - beta
     log_ratio = _log_ratio(log_t, log_s)
     log_m_over_s = _log_mixture_over_s(log_ratio, beta)
     terms = beta * log_t.exp() * (log_ratio - log_m_over_s) - (1 - beta) * log_s.exp() * log_m_over_s
