@@ -1,16 +1,25 @@
 """From named weights to the fused layout the decoder reads.
 
 `WeightSource` is the one way in: a HF folder (loading.FolderSource) and the sharded trainer (hybrid.modes.ShardedSource) are two
-of them, so loading from disk and refreshing from the trainer are the same code.
+of them, so loading from disk and refreshing from the trainer are the same code. Everything is copied; no source tensor is kept.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
 from torch import Tensor
+
+from inference_v2.head import Head
+from inference_v2.linear import Linear, can_pack, pad_rows, safe_rows
+from inference_v2.models.spec import DecoderSpec
+
+NORMS = ("q_norm", "k_norm", "pre_attention_norm", "post_attention_norm", "pre_mlp_norm", "post_mlp_norm")
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 
 class WeightSource(Protocol):
@@ -28,3 +37,298 @@ class WeightSource(Protocol):
     def get(self, name: str, rows: slice | None = None) -> Tensor:
         """The whole tensor or some of its rows (dim 0). The caller copies what it keeps. Raises KeyError."""
         ...
+
+
+@dataclass
+class LayerWeights:
+    """One layer, merged: qkv rows are q | k | v, gate_up rows are gate | up. None: the family has no such norm."""
+
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    q_norm: Tensor | None = None  # [head_dim]
+    k_norm: Tensor | None = None
+    pre_attention_norm: Tensor | None = None  # [H]
+    post_attention_norm: Tensor | None = None
+    pre_mlp_norm: Tensor | None = None
+    post_mlp_norm: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        norms = [norm for name in NORMS if (norm := getattr(self, name)) is not None]
+        return sum(part.nbytes for part in (self.qkv, self.o, self.gate_up, self.down, *norms))
+
+
+@dataclass
+class FinalWeights:
+    norm: Tensor  # [H]
+    head: Head
+
+
+class ModelWeights(Protocol):
+    """What the decoder reads. Each part is valid inside its context only."""
+
+    version: int
+
+    def embed(self) -> AbstractContextManager[Tensor]: ...  # [V, H]
+    def layer(self, i: int) -> AbstractContextManager[LayerWeights]: ...
+    def final(self) -> AbstractContextManager[FinalWeights]: ...
+
+
+@dataclass(frozen=True)
+class _PaddedHead(Head):
+    """A head whose logits do not depend on how many rows are asked for at once."""
+
+    min_rows: int = 1
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        rows = hidden.flatten(0, -2)
+        return pad_rows(super().logits, rows, self.min_rows).unflatten(0, hidden.shape[:-1])
+
+
+def layer_names(spec: DecoderSpec, i: int) -> dict[str, str]:
+    """Field -> name of every weight of layer i: "q" -> "model.layers.0.self_attn.q_proj.weight", "q.bias" -> ..."""
+    names, prefix = spec.names, spec.names.layer.format(i=i)
+    biased = {"q": spec.qkv_bias, "k": spec.qkv_bias, "v": spec.qkv_bias, "o": spec.o_bias}
+    found = {}
+    for field in PROJECTIONS:
+        found[field] = f"{prefix}.{getattr(names, field)}.weight"
+        if biased.get(field, spec.mlp_bias):
+            found[f"{field}.bias"] = f"{prefix}.{getattr(names, field)}.bias"
+    for field in NORMS:
+        if getattr(names, field) is not None:
+            found[field] = f"{prefix}.{getattr(names, field)}.weight"
+    return found
+
+
+def root_names(spec: DecoderSpec) -> list[str]:
+    """Names of the weights outside the layers; a tied head has none of its own."""
+    names = [spec.names.embed, spec.names.final_norm]
+    if not spec.tie_word_embeddings:
+        names.append(spec.names.head)
+    if spec.head_bias:
+        names.append(_head_bias(spec))
+    return names
+
+
+def check_names(spec: DecoderSpec, names: Iterable[str]) -> None:
+    """Raises ValueError listing what is missing and what nobody reads. A tied head that is stored all the same, ignored
+    prefixes and old checkpoints' `inv_freq` buffers are no surplus."""
+    expected = set(root_names(spec)).union(*(layer_names(spec, i).values() for i in range(spec.num_layers)))
+    given = {name for name in names if not name.startswith(spec.ignored_prefixes) and not name.endswith("rotary_emb.inv_freq")}
+    surplus = given - expected - ({spec.names.head} if spec.tie_word_embeddings else set())
+    missing = expected - given
+    if missing or surplus:
+        raise ValueError(f"weights do not fit model_type={spec.model_type}: missing {_some(missing)}; surplus {_some(surplus)}")
+
+
+class FusedWeights:
+    """The full copy in the compute dtype: projections merged, packed by oneDNN on CPUs where torch has the operators, the
+    head's rows kept in fp32 so that its logits are exact products of the (rounded) weights.
+
+    Layer objects are made once and written over at each `refresh`. `batch_invariant` pads linears and head (linear.Linear).
+    `version` is -1 before the first refresh and after `free`.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        packed: bool | None = None,
+        vocab_limit: int | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.version = -1
+        self._packed = self.device.type == "cpu" and can_pack(dtype) if packed is None else packed
+        self._rows = _head_rows(spec, vocab_limit)
+        self._probed: dict[tuple[int, int], int] | None = {} if batch_invariant else None
+        self._embed: Tensor | None = None
+        self._final: FinalWeights | None = None
+        self._layers: list[LayerWeights] = []
+
+    def refresh(self, source: WeightSource, version: int) -> None:
+        """Copy everything from `source`, one scope at a time ("" first, then each layer). Does nothing when `version` is
+        what is held already. Raises ValueError with both lists when names are missing or surplus."""
+        self.onload()
+        if version == self.version:
+            return
+        check_names(self.spec, source.names())
+        self.version = -1  # a refresh that fails half-way leaves no usable weights
+        if not self._layers:
+            self._layers = [_new_layer(self._packed, self._probed) for _ in self.spec.layers]
+        with source.scope(""):
+            self._embed = _copy(self._embed, source.get(self.spec.names.embed), self.dtype, self.device)
+            self._final = _load_final(
+                self._final, self.spec, source, self.dtype, self.device, self._rows, self._embed, self._probed
+            )
+        for i, layer in enumerate(self._layers):
+            with source.scope(self.spec.names.layer.format(i=i)):
+                _load_layer(layer, self.spec, i, source, self.dtype, self.device)
+        self.version = version
+
+    def embed(self) -> AbstractContextManager[Tensor]:
+        assert self._embed is not None, "weights used before refresh()"
+        return nullcontext(self._embed)
+
+    def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
+        return nullcontext(self._layers[i])
+
+    def final(self) -> AbstractContextManager[FinalWeights]:
+        assert self._final is not None, "weights used before refresh()"
+        return nullcontext(self._final)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the device."""
+        if self._embed is None or self._final is None:
+            return 0
+        head = self._final.head
+        own_head = [t for t in (head.weight, head.bias) if t is not None and t.data_ptr() != self._embed.data_ptr()]
+        return sum(part.nbytes for part in (self._embed, self._final.norm, *own_head, *self._layers))
+
+    def offload(self) -> None:
+        """Move the copy to host memory until `onload` or the next `refresh`; on a CPU it is there already."""
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.device)
+
+    def _move(self, device: torch.device) -> None:
+        if self._embed is None or self._final is None or self._embed.device == device:
+            return
+        self._embed = self._embed.to(device)
+        head = self._final.head
+        bias = None if head.bias is None else head.bias.to(device)
+        self._final = FinalWeights(self._final.norm.to(device), replace(head, weight=head.weight.to(device), bias=bias))
+        for layer in self._layers:
+            for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+                linear.move(device)
+            for name in NORMS:
+                if (norm := getattr(layer, name)) is not None:
+                    setattr(layer, name, norm.to(device))
+
+    def free(self) -> None:
+        """Drop everything; the next use needs a refresh."""
+        self.version = -1
+        self._embed, self._final, self._layers = None, None, []
+
+
+class StreamedWeights:
+    """The same layout built inside the source's scope, one layer at a time, nothing kept: for models whose full copy does
+    not fit. Every pass enters the scopes "", each layer, "" in this order, so that ranks which gather in them stay in step.
+    """
+
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        source: WeightSource,
+        version: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        vocab_limit: int | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        check_names(spec, source.names())
+        self.spec = spec
+        self.version = version
+        self._source = source
+        self._dtype = dtype
+        self._device = torch.device(device)
+        self._rows = _head_rows(spec, vocab_limit)
+        self._probed: dict[tuple[int, int], int] | None = {} if batch_invariant else None
+        self._layer: LayerWeights | None = None  # one layer's buffers, written over by the next
+
+    @contextmanager
+    def embed(self) -> Iterator[Tensor]:
+        with self._source.scope(""):
+            yield self._source.get(self.spec.names.embed).to(self._device, self._dtype)
+
+    @contextmanager
+    def layer(self, i: int) -> Iterator[LayerWeights]:
+        if self._layer is None:
+            self._layer = _new_layer(False, self._probed)
+        with self._source.scope(self.spec.names.layer.format(i=i)):
+            _load_layer(self._layer, self.spec, i, self._source, self._dtype, self._device)
+            yield self._layer
+
+    @contextmanager
+    def final(self) -> Iterator[FinalWeights]:
+        with self._source.scope(""):
+            yield _load_final(None, self.spec, self._source, self._dtype, self._device, self._rows, None, self._probed)
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._layer is None else self._layer.nbytes
+
+
+def _new_layer(packed: bool, probed: dict[tuple[int, int], int] | None) -> LayerWeights:
+    return LayerWeights(*(Linear(packed, probed) for _ in range(4)))
+
+
+def _load_layer(
+    layer: LayerWeights, spec: DecoderSpec, i: int, source: WeightSource, dtype: torch.dtype, device: torch.device
+) -> None:
+    names = layer_names(spec, i)
+    merged = ((layer.qkv, "qkv"), (layer.o, ("o",)), (layer.gate_up, ("gate", "up")), (layer.down, ("down",)))
+    for linear, fields in merged:
+        biases = [source.get(names[f"{f}.bias"]) for f in fields] if f"{fields[0]}.bias" in names else None
+        linear.load([source.get(names[f]) for f in fields], biases, dtype, device)
+    for field in NORMS:
+        if field in names:
+            setattr(layer, field, _copy(getattr(layer, field), source.get(names[field]), dtype, device))
+
+
+def _load_final(
+    old: FinalWeights | None,
+    spec: DecoderSpec,
+    source: WeightSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    embed: Tensor | None,
+    probed: dict[tuple[int, int], int] | None,
+) -> FinalWeights:
+    """`embed`: the copy to tie the head to, where one is kept. Head rows are rounded to the compute dtype, as the trainer's
+    are, and then held in fp32."""
+    norm = _copy(old and old.norm, source.get(spec.names.final_norm), dtype, device)
+    bias = None
+    if spec.head_bias:
+        rounded = source.get(_head_bias(spec), slice(0, rows)).to(dtype)
+        bias = _copy(old and old.head.bias, rounded, torch.float32, device)
+    if spec.tie_word_embeddings and embed is not None and dtype == torch.float32:
+        weight = embed[:rows]
+    else:
+        name = spec.names.embed if spec.tie_word_embeddings else spec.names.head
+        weight = _copy(old and old.head.weight, source.get(name, slice(0, rows)).to(dtype), torch.float32, device)
+    head = Head(weight, bias, rows)
+    if probed is not None:
+        if weight.shape not in probed:
+            probed[weight.shape] = safe_rows(head.logits, weight.shape[1], torch.float32, device)
+        head = _PaddedHead(weight, bias, rows, min_rows=probed[weight.shape])
+    return FinalWeights(norm, head)
+
+
+def _copy(into: Tensor | None, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`value` in storage of our own, that of `into` when there is one."""
+    if into is None:
+        into = torch.empty(value.shape, dtype=dtype, device=device)
+    return into.copy_(value)
+
+
+def _head_rows(spec: DecoderSpec, vocab_limit: int | None) -> int:
+    return spec.vocab_size if vocab_limit is None else min(vocab_limit, spec.vocab_size)
+
+
+def _head_bias(spec: DecoderSpec) -> str:
+    return spec.names.head.removesuffix("weight") + "bias"
+
+
+def _some(names: set[str]) -> str:
+    """A list for an error line: sorted, cut after eight."""
+    shown = ", ".join(sorted(names)[:8])
+    return f"[{shown}{f', ... {len(names) - 8} more' if len(names) > 8 else ''}]"
