@@ -1,0 +1,319 @@
+"""HybridEngine: one sharded model that generates, scores and trains, behind a handful of verbs."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hybrid import optim, sharding
+from hybrid.batch import Batch
+from hybrid.checkpoint import load_checkpoint, save_checkpoint
+from hybrid.config import HybridConfig
+from hybrid.export import save_pretrained
+from hybrid.loss_head import TokenLoss, chunked_loss
+from hybrid.mesh import Mesh, open_mesh
+from hybrid.models import ShardedModel, empty_batch, inputs, mode
+from hybrid.modes import Generation, Runner, Swap
+from inference_v2.head import Head
+from inference_v2.types import Completion, SamplingParams
+
+
+class HybridEngine:
+    """One model, two modes. All verbs are collective: every rank calls them in the same order, each with its own share.
+
+    `weight_version` rises with every optimizer step, load and entry to generation; completions carry it.
+    """
+
+    def __init__(self, model: ShardedModel) -> None:
+        config = model.config
+        self.model, self.config, self.mesh = model, config, model.mesh
+        self.optimizer = optim.make_optimizer(config.optimizer, model.parameters())
+        self.lr_scheduler = optim.Schedule(config.optimizer, self.optimizer)
+        self.weight_version = 0
+        self._generation = Generation(model)
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], config: HybridConfig | Mapping[str, Any] | None = None
+    ) -> HybridEngine:
+        """A HF folder or hub name. Raises ValueError for a bad config, folder or device, pydantic's included."""
+        config = resolve(config)
+        return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config)))
+
+    @classmethod
+    def from_module(
+        cls, module: PreTrainedModel, config: HybridConfig | Mapping[str, Any] | None = None, *, tokenizer: Any = None
+    ) -> HybridEngine:
+        """A HF module in memory, sharded in place; all ranks take rank 0's weights."""
+        config = resolve(config)
+        return cls(ShardedModel.from_module(module, config, open_mesh(config), tokenizer=tokenizer))
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.model.tokenizer
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    @property
+    def step_count(self) -> int:
+        """Optimizer steps taken."""
+        return self.lr_scheduler.step_count
+
+    @property
+    def ledger(self) -> Swap | None:
+        """The last stay in generation."""
+        return self._generation.ledger[-1] if self._generation.ledger else None
+
+    # -- generation and scoring
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        keys: Sequence[int] | None = None,
+        *,
+        unchanged: bool = False,
+    ) -> list[list[Completion]]:
+        """Per prompt of this rank's share its samples; shares may be unequal or empty. `unchanged` as in `generating`."""
+        with self.generating(unchanged=unchanged) as runner:
+            return runner.generate(prompts, sampling, keys)
+
+    @contextmanager
+    def generating(self, *, unchanged: bool = False) -> Iterator[Runner]:
+        """One swap for several calls. Module modes, gradient-checkpointing flags and random states are left as they were.
+
+        unchanged: the caller asserts that no weight was touched since the last entry, other than by this engine; a copy
+        that is still held then serves without a gather, and its prefix cache stays valid.
+        """
+        if not unchanged:
+            self.weight_version += 1
+        with self._generation.open(self.weight_version) as runner:
+            yield runner
+
+    def score(self, batch: Batch, temperature: float = 1.0) -> Tensor:
+        """[N] fp32 log-probs of the counted targets under the current weights, without dropout or gradient."""
+        return self.model.token_logprobs(batch, temperature)
+
+    def equalise(self, batches: Sequence[Batch]) -> list[Batch]:
+        """This rank's micro-batches with empty ones added, so that every rank has as many as the longest list."""
+        (most,) = self.mesh.max([len(batches)])
+        return [*batches, *(empty_batch() for _ in range(int(most) - len(batches)))]
+
+    # -- training
+
+    def forward_backward(
+        self, batches: Sequence[Batch], token_loss: TokenLoss, *, weights: Sequence[Tensor] | None = None
+    ) -> dict[str, float]:
+        """Add the gradient of the mean loss over all counted tokens of all ranks and micro-batches.
+
+        `weights`: one [N] per micro-batch; the loss is then sum(weight x loss) / sum(weight) over everything. Returns global
+        means: "loss", each metric per token, and "tokens", their number. Lists may differ in length between ranks, and be
+        empty. Raises FloatingPointError on every rank if the loss is not finite; the gradients are dropped then.
+        """
+        if weights is not None and len(weights) != len(batches):
+            raise ValueError(f"forward_backward: {len(weights)} weights for {len(batches)} micro-batches; give one [N] for each")
+        tokens = sum(batch.num_targets for batch in batches)
+        mass = float(tokens) if weights is None else float(sum(w.double().sum() for w in weights))
+        table = self.mesh.table([len(batches), tokens, mass])
+        rounds = int(max(row[0] for row in table))
+        tokens = int(sum(row[1] for row in table))
+        mass = sum(row[2] for row in table) or 1.0
+        sums: dict[str, Tensor] = {}
+        with mode(self.model.module, train=self.config.dropout), self._dropping_gradients_on_error():
+            for i in range(rounds):
+                batch = batches[i] if i < len(batches) else empty_batch()
+                weight = weights[i] if weights is not None and i < len(batches) else None
+                sharding.set_sync(self.model.module, self.config.zero_stage, last=i == rounds - 1)
+                loss, metrics = self._loss(batch.to(self.mesh.device), token_loss, weight)
+                (loss / mass).backward()
+                for name, value in (metrics | {"loss": loss.detach()}).items():
+                    sums[name] = sums.get(name, 0.0) + value
+            means = self._reduce(sums, tokens)
+            means["loss"] *= max(tokens, 1) / mass
+            if not math.isfinite(means["loss"]):
+                raise FloatingPointError(
+                    f"step {self.step_count}: the loss is {means['loss']}; no weight was changed; look at this step's batch"
+                )
+        return means | {"tokens": float(tokens)}
+
+    def _loss(self, batch: Batch, token_loss: TokenLoss, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Summed loss of one micro-batch with its graph, and metric sums."""
+        weight = None if weight is None else weight.to(self.mesh.device)
+
+        def head_function(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
+            return chunked_loss(hidden, head, batch, token_loss, self.config.loss_chunk_tokens, weight)
+
+        return self.model.module(*inputs(batch), batch.loss_index, head_function)
+
+    def _reduce(self, sums: dict[str, Tensor], tokens: int) -> dict[str, float]:
+        """Sums over ranks, per token. A rank that saw no token knows no metric's name, so the names are agreed on first."""
+        lists: list[list[str]] = [[] for _ in range(self.world_size)]
+        dist.all_gather_object(lists, sorted(sums))
+        names = sorted({"loss"}.union(*lists))
+        total = self.mesh.sum([float(sums.get(name, 0.0)) for name in names])
+        return {name: value / max(tokens, 1) for name, value in zip(names, total, strict=True)}
+
+    @contextmanager
+    def _dropping_gradients_on_error(self) -> Iterator[None]:
+        """After an exception the module can train and generate again, without half a gradient."""
+        try:
+            yield
+        except BaseException:
+            self.model.module.reset_iter_state()
+            sharding.reshard(self.model.module)
+            self.optimizer.zero_grad()
+            raise
+
+    def optim_step(self) -> dict[str, float]:
+        """Clip, update, advance the schedule, free what is gathered. Returns grad_norm (before clipping) and lr.
+
+        Raises FloatingPointError on every rank, before any weight changes, naming the step and the gradients that are not finite.
+        """
+        parameters = self.model.parameters()
+        with self._dropping_gradients_on_error():
+            norms = optim.squared_norms(parameters, self.mesh.shard_group)
+            norm = optim.require_finite(norms, self.step_count)
+        optim.clip(parameters, norm, self.config.optimizer.max_grad_norm)
+        lr = self.optimizer.param_groups[0]["lr"]
+        sharding.reshard(self.model.module)  # stages 1 and 2 kept the old weights gathered
+        self.optimizer.step()
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
+        self.weight_version += 1
+        return {"grad_norm": norm, "lr": lr}
+
+    # -- DeepSpeed's trio
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
+        """Cross-entropy of {"input_ids", "attention_mask", "labels"} (each [B, L]; labels as in transformers: not shifted, -100
+        does not count), the mean over the counted tokens of all ranks. Every call is normalised on its own."""
+        packed = packed_batch(batch).to(self.mesh.device)
+        module = self.model.module
+        module.train(self.config.dropout and torch.is_grad_enabled())
+        sharding.set_sync(module, self.config.zero_stage, last=True)
+        loss, _ = self._loss(packed, cross_entropy, None)
+        if not torch.is_grad_enabled():
+            sharding.reshard(module)
+        tokens, total = self.mesh.sum([packed.num_targets, loss.item()])
+        loss = loss / max(tokens, 1)
+        return loss + (total / max(tokens, 1) - loss).detach()  # every rank shows the global mean; gradients are summed
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients add up over calls until `step`."""
+        with self._dropping_gradients_on_error():
+            loss.backward()
+
+    def step(self) -> dict[str, float]:
+        return self.optim_step()
+
+    # -- checkpoints
+
+    def save(
+        self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, *, ema: ShardedModel | None = None
+    ) -> None:
+        """A sharded checkpoint of weights, optimizer, schedule, random states and `extra` (JSON)."""
+        sharding.reshard(self.model.module)
+        save_checkpoint(
+            path,
+            model=self.model.parameters(),
+            optimizer=self.optimizer,
+            ema=None if ema is None else ema.parameters(),
+            state={"schedule": self.lr_scheduler.state_dict(), "extra": dict(extra or {})},
+            weight_version=self.weight_version,
+        )
+
+    def load(self, path: str | os.PathLike[str], *, ema: ShardedModel | None = None, seed: int = 0) -> dict[str, Any]:
+        """Fill everything from a checkpoint, at any rank count; returns its `extra`. `seed` is used where the random states
+        cannot be restored (another rank count)."""
+        sharding.reshard(self.model.module)
+        loaded = load_checkpoint(
+            path,
+            model=self.model.parameters(),
+            optimizer=self.optimizer,
+            ema=None if ema is None else ema.parameters(),
+            seed=seed,
+        )
+        self.lr_scheduler.load_state_dict(loaded.state["schedule"])
+        self.weight_version = max(self.weight_version + 1, loaded.weight_version)
+        return loaded.state["extra"]
+
+    def save_pretrained(self, path: str | os.PathLike[str], dtype: str | None = None) -> None:
+        """A HF folder that the model's own auto class loads, in `dtype` (None: the compute dtype). What text never runs (a
+        vision tower) is copied from the source folder bit for bit."""
+        sharding.reshard(self.model.module)
+        model = self.model
+        towers = model.spec.ignored_prefixes if model.path else ()
+        save_pretrained(
+            path,
+            ((name, p.detach()) for name, p in model.parameters().items() if not name.startswith(towers)),
+            model.hf_config,
+            architecture=type(model.module.hf).__name__,
+            tokenizer=model.tokenizer,
+            source=model.path,
+            copied=(lambda name: name.startswith(towers)) if towers else None,
+            dtype=getattr(torch, dtype or self.config.compute_dtype),
+        )
+
+    def close(self) -> None:
+        """Free the generator's memory. The process group stays: other engines may use it."""
+        self._generation.close()
+
+
+def initialize(
+    model: str | os.PathLike[str] | PreTrainedModel,
+    config: HybridConfig | Mapping[str, Any] | None = None,
+    *,
+    tokenizer: Any = None,
+) -> tuple[HybridEngine, torch.optim.Optimizer, None, optim.Schedule]:
+    """DeepSpeed's entry: (engine, optimizer, dataloader, lr_scheduler). `model` is a HF folder, a hub name, or a HF module in
+    memory. There is no dataloader: batches are the caller's."""
+    if isinstance(model, PreTrainedModel):
+        engine = HybridEngine.from_module(model, config, tokenizer=tokenizer)
+    else:
+        engine = HybridEngine.from_pretrained(model, config)
+    return engine, engine.optimizer, None, engine.lr_scheduler
+
+
+def resolve(config: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:
+    return config if isinstance(config, HybridConfig) else HybridConfig(**(config or {}))
+
+
+def packed_batch(batch: Mapping[str, Tensor]) -> Batch:
+    """Rows of a padded HF batch (padding on either side) as packed sequences. A label counts where the token it names and the
+    token before it are real. Raises ValueError for shapes that differ."""
+    ids, labels = batch["input_ids"], batch["labels"]
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    if not ids.shape == labels.shape == mask.shape or ids.dim() != 2:
+        shapes = {name: tuple(value.shape) for name, value in batch.items()}
+        raise ValueError(f"batch shapes {shapes}; allowed: input_ids, attention_mask and labels of one shape [B, L]")
+    lengths = mask.sum(1)
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    rows, columns = mask.nonzero(as_tuple=True)
+    positions = torch.arange(len(rows), device=ids.device) - cu_seqlens[rows]
+    counted = ((labels[rows, columns] != -100) & (positions > 0)).nonzero().squeeze(1)
+    return Batch(
+        token_ids=ids[rows, columns],
+        positions=positions,
+        cu_seqlens=cu_seqlens,
+        loss_index=counted - 1,
+        targets=labels[rows, columns][counted],
+        sequence_index=rows[counted],
+    )
+
+
+def cross_entropy(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    return logits.logsumexp(1) - logits.gather(1, chunk.targets[:, None]).squeeze(1), {}

@@ -1,0 +1,169 @@
+"""Where shards come from: `fully_shard` by layer and dtype, the ZeRO stages, and the questions one may ask of a sharded module.
+
+The stages, on FSDP2 (the parameters' shards live on the mesh dimension "shard"):
+    0   mesh (W, 1): every rank holds everything; gradients are all-reduced at the last micro-batch
+    1   shards; gathered once per step and kept; one reduce-scatter at the last micro-batch
+    2   shards; gathered once per step and kept; a reduce-scatter each micro-batch
+    3   shards; a layer is gathered for its forward and again for its backward; a reduce-scatter each micro-batch
+Gradients are sums over ranks: the engine has divided the loss by the global token count already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from hybrid.config import HybridConfig
+from hybrid.mesh import Mesh
+
+
+def shard(
+    module: nn.Module,
+    *,
+    layers: Sequence[nn.Module],
+    apart: Sequence[nn.Module],
+    head: nn.Module | None,
+    mesh: Mesh,
+    config: HybridConfig,
+) -> None:
+    """Shard `module` in place, in units: each of `layers`; each of `apart` (towers that text never runs); the untied `head`; and
+    the rest (embedding, final norm, tied head) with the root. Inside a unit each dtype is one group of its own.
+
+    The root and the head stay gathered between their forward and backward, which follow each other; layers as the stage says.
+    """
+    compute = getattr(torch, config.compute_dtype)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+    # Stage 0 frees a layer's compute copy too: making it again costs no communication.
+    free_layers = config.zero_stage in (0, 3)
+    grid = mesh.device_mesh if config.zero_stage == 0 else mesh.device_mesh["shard"]
+    for unit in layers:
+        _shard_unit(unit, mesh=grid, mp_policy=policy, reshard_after_forward=free_layers)
+    for unit in apart:
+        _shard_unit(unit, mesh=grid, mp_policy=policy, reshard_after_forward=True)
+    if head is not None:
+        _shard_unit(head, mesh=grid, mp_policy=policy, reshard_after_forward=False)
+    _shard_unit(module, mesh=grid, mp_policy=policy, reshard_after_forward=False)
+    for group in groups(module):
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
+        group.set_reshard_after_backward(free_layers, recurse=False)
+
+
+def _shard_unit(unit: nn.Module, **options: object) -> None:
+    """One group per dtype among the parameters of `unit` that no group holds yet; the most common dtype goes with `unit` itself."""
+    owners: dict[torch.dtype, list[nn.Module]] = {}
+    sizes: dict[torch.dtype, int] = {}
+    for child in unit.modules():
+        dtypes = {p.dtype for p in child.parameters(recurse=False) if not isinstance(p, DTensor)}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"{type(child).__name__} holds parameters of {sorted(map(str, dtypes))}; allowed: one dtype per module "
+                "(they are gathered together); cast them or move some into a submodule"
+            )
+        for dtype in dtypes:
+            owners.setdefault(dtype, []).append(child)
+            sizes[dtype] = sizes.get(dtype, 0) + sum(p.numel() for p in child.parameters(recurse=False))
+    main = max(sizes, key=lambda d: sizes[d], default=None)
+    for dtype, modules in owners.items():
+        if dtype == main:
+            continue
+        if unit in modules:
+            raise ValueError(f"{type(unit).__name__} itself holds {dtype} parameters while most of it is {main}; cast them")
+        fully_shard(modules, **options)  # type: ignore[call-overload]
+    fully_shard(unit, **options)  # type: ignore[call-overload]
+
+
+def groups(module: nn.Module) -> Iterator[FSDPModule]:
+    """The sharded modules in module order (a group of several modules is listed once for each: the calls are idempotent)."""
+    for child in module.modules():
+        if isinstance(child, FSDPModule):
+            yield child
+
+
+def reshard(module: nn.Module) -> None:
+    """Free every gathered weight. No communication."""
+    for group in groups(module):
+        group.reshard()
+
+
+def gathered(module: nn.Module) -> list[str]:
+    """Names of parameters that this rank holds whole at the moment (empty between phases)."""
+    return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+
+
+def set_sync(module: FSDPModule, stage: int, *, last: bool) -> None:
+    """Say before a micro-batch's forward whether its backward reduces gradients (stages 0 and 1 wait for the last one)."""
+    module.set_requires_gradient_sync(last or stage >= 2)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor, sharing its memory; anything else as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def local_rows(rows: int, world_size: int, rank: int) -> slice:
+    """The rows of dimension 0 that shard `rank` of `world_size` holds: ceil(rows / W) each, the last ranks fewer or none."""
+    step = -(-rows // world_size)
+    return slice(min(rank * step, rows), min((rank + 1) * step, rows))
+
+
+def shard_count(mesh: Mesh) -> int:
+    """Into how many shards a weight is cut."""
+    return mesh.device_mesh.size(1)
+
+
+class ShardedSource:
+    """The weights of a sharded module by HF name, in the compute dtype: a `WeightSource` for the generator.
+
+    `scope(prefix)` gathers the groups below a layer's prefix ("": those outside the layers), once, and frees them at exit: a
+    collective, so every rank opens the same scopes in the same order. `opened` counts them, `bytes_gathered` adds up.
+    """
+
+    def __init__(self, root: nn.Module, named: nn.Module, layers: dict[str, nn.Module], *, skipped: tuple[str, ...] = ()) -> None:
+        self._owners = {}
+        for path, child in named.named_modules():
+            for attribute, _ in child.named_parameters(recurse=False):
+                self._owners[f"{path}.{attribute}" if path else attribute] = (child, attribute)
+        self._names = [name for name, _ in named.named_parameters() if not name.startswith(skipped)]
+        apart = {id(m) for layer in layers.values() for m in layer.modules()}
+        apart |= {id(m) for path, m in named.named_modules() if f"{path}.".startswith(skipped)}
+        self._groups = {prefix: list(groups(layer)) for prefix, layer in layers.items()}
+        self._groups[""] = [g for g in groups(root) if id(g) not in apart]
+        self.opened = 0
+        self.bytes_gathered = 0
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The layers' prefixes in order."""
+        return tuple(prefix for prefix in self._groups if prefix)
+
+    def names(self) -> list[str]:
+        return self._names
+
+    @contextmanager
+    def scope(self, prefix: str) -> Iterator[None]:
+        self.opened += 1
+        held = self._groups[prefix]
+        try:
+            with torch.no_grad():  # a first gather in inference mode would break the next training step
+                for group in held:
+                    group.unshard()
+            whole = {id(p): p.nbytes for group in held for p in group.parameters() if not isinstance(p, DTensor)}
+            self.bytes_gathered += sum(whole.values())
+            yield
+        finally:
+            for group in held:
+                group.reshard()
+
+    def get(self, name: str, rows: slice | None = None) -> Tensor:
+        """Raises KeyError for an unknown name, RuntimeError for one whose scope is not open."""
+        child, attribute = self._owners[name]
+        weight = getattr(child, attribute).detach()
+        if isinstance(weight, DTensor):
+            raise RuntimeError(f"{name}: asked for outside the scope of its layer")
+        return weight if rows is None else weight[rows]
