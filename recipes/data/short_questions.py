@@ -14,13 +14,15 @@ NUM_TRAIN = 2400
 NUM_HELD_OUT = 160
 
 COUNTRIES = (
-    "Italy Spain Japan Egypt Kenya Peru Chile Norway Poland Turkey India Cuba Ghana Iran Greece Mexico Portugal Ireland Sweden "
-    "Finland Austria Hungary Morocco Brazil Canada China Vietnam Thailand Nepal Iraq Jordan Ethiopia Nigeria Senegal Uganda "
-    "Angola Argentina Colombia Ecuador Bolivia Uruguay Denmark Iceland Belgium Croatia Romania Bulgaria Ukraine Estonia Latvia Australia"
+    "Italy Spain Japan Egypt Kenya Peru Chile Norway Poland Turkey India Cuba Ghana Iran Greece Mexico Portugal Ireland "
+    "Sweden Finland Austria Hungary Morocco Brazil Canada China Vietnam Thailand Nepal Iraq Jordan Ethiopia Nigeria Senegal "
+    "Uganda Angola Argentina Colombia Ecuador Bolivia Uruguay Denmark Iceland Belgium Croatia Romania Bulgaria Ukraine "
+    "Estonia Latvia Australia"
 ).split()
 THINGS = (
     "cat tree river car bird stone house cloud fish lamp boat shoe horse spoon table bridge apple train book window bottle "
-    "mountain pencil lion ship chair garden bicycle flower kettle carrot hammer button whale basket tower rabbit ladder feather wagon"
+    "mountain pencil lion ship chair garden bicycle flower kettle carrot hammer button whale basket tower rabbit ladder "
+    "feather wagon"
 ).split()
 KINDS: Sequence[Callable[[random.Random, Sequence[str], Sequence[str], int], str]] = (
     lambda r, countries, things, odd: f"What is the capital of {r.choice(countries)}?",

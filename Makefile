@@ -1,0 +1,42 @@
+# make venv | demo | test | test-slow | check | clean.  Needs Python 3.11, make and the package index.
+#
+# On a GPU machine install your build of torch first and keep it:   make venv PYTHON=/path/to/python KEEP_TORCH=1
+# The environment then sees that Python's packages, and the torch line of constraints.txt is left out.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+KEEP_TORCH ?=
+VENV ?= .venv
+EXTRAS := plot,tensorboard,smollm2,test,check
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+ARGS ?=
+
+.PHONY: venv demo test test-slow check clean
+.DEFAULT_GOAL := venv
+
+venv: $(INSTALLED)
+
+$(INSTALLED): constraints.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(KEEP_TORCH),--system-site-packages) $(VENV)
+	$(if $(KEEP_TORCH),grep -v '^torch==',cat) constraints.txt > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
+	touch $@
+
+demo: venv
+	$(BIN)/hybrid train recipes/opsd/demo.yaml $(ARGS)
+
+test: venv
+	$(BIN)/python -m pytest $(ARGS)
+
+test-slow: venv
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,153 @@
+from pathlib import Path
+
+import pytest
+
+from recipes.settings import RECIPES, SettingsError, find_recipe, known_keys, load_settings, parse_override
+from trainers.config import OPSDConfig
+
+MINIMAL = "recipe: opsd\nmodel: {path: student}\nteacher: {path: teacher}\ndata: {train: rows.jsonl}\n"
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def _write(text: str, name: str = "r.yaml") -> str:
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+        return name
+
+    return _write
+
+
+def refused(name, *overrides) -> tuple[str, ...]:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(name, overrides)
+    assert all("\n" not in line for line in caught.value.lines)
+    return caught.value.lines
+
+
+def test_output_dir_defaults_to_the_name_of_the_file(write):
+    assert load_settings(write(MINIMAL, "mine/my_run.yaml")).output_dir == "runs/my_run"
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.name}")
+def test_shipped_recipes_load_by_name(path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # away from the clone
+    assert load_settings(f"recipes/{path.parent.name}/{path.name}").output_dir == f"runs/{path.stem}"
+
+
+def test_shipped_recipes_carry_their_run_line():
+    for path in RECIPES.glob("*/*.yaml"):
+        assert f"hybrid train recipes/{path.parent.name}/{path.name}" in path.read_text(), path
+
+
+def test_overrides_are_yaml_scalars_along_dotted_paths(write):
+    config = load_settings(
+        write(MINIMAL),
+        ["engine.optimizer.lr=1e-4", "eval.reward=regex:^Answer:", "checkpoint.every=null", "engine.optimizer.betas=[0.8, 0.9]"],
+    )
+    assert config.engine.optimizer.lr == 1e-4
+    assert config.engine.optimizer.betas == (0.8, 0.9)
+    assert config.eval.reward == "regex:^Answer:"
+    assert config.checkpoint.every is None
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("a=1e-5", 1e-5), ("a=3", 3), ("a=true", True), ("a=", None), ("a='3'", "3"), ("a=x=y", "x=y"), ("a={b: 1}", {"b": 1})],
+)
+def test_an_override_keeps_the_type_that_yaml_gives_it(text, value):
+    assert parse_override(text) == (["a"], value)
+
+
+def test_floats_without_a_dot_are_numbers_in_files_too(write):
+    name = write(
+        "recipe: sft\ndata: {train: x.jsonl}\nmodel: {new: {architecture: qwen3, characters: ab, settings: {rms_norm_eps: 1e-5}}}"
+    )
+    assert load_settings(name).model.new.settings["rms_norm_eps"] == 1e-5
+
+
+def test_every_problem_gets_a_line_with_its_path_and_the_nearest_known_key(write):
+    lines = refused(write(MINIMAL + "max_step: 3\nlog: 5\nengine: {optimizer: {lrs: 1, lr: abc}}"), "teacher.pth=x", "lr=1")
+    text = "\n".join(lines)
+    assert len(lines) == 6
+    assert "max_step: unknown key; the nearest known one is max_steps" in text
+    assert "engine.optimizer.lrs: unknown key; the nearest known one is engine.optimizer.lr" in text
+    assert "teacher.pth: unknown key; the nearest known one is teacher.path" in text
+    assert "r.yaml: lr: unknown key; the nearest known one is engine.optimizer.lr" in text
+    assert "engine.optimizer.lr='abc'" in text
+    assert "log=5" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("a: !!python/object/apply:os.system [touch pwned]", "YAML tag"),
+        ("a: !mine 3", "YAML tag"),
+        ("a: &x 1\nb: *x", "aliases"),
+        ("a: 1\na: 2", "given twice"),
+        ("a: {b: 1, b: 2}", "given twice"),
+        ("- 1", "holds list at the top"),
+        ("", "holds NoneType at the top"),
+        ("a: [1", "not valid YAML"),
+        ("? [1, 2]\n: 3", "a key must be plain text"),
+        ("recipe: ppoo", "allowed: opsd, sft"),
+        ("model: {path: x}", "no `recipe:` key"),
+    ],
+)
+def test_bad_yaml_is_one_line_and_nothing_runs(write, text, says):
+    (line,) = refused(write(text))
+    assert says in line
+    assert not Path("pwned").exists()
+
+
+def test_an_override_is_yaml_without_tags_as_well(write):
+    (line,) = refused(write(MINIMAL), "data.train=!!python/name:os.system x")
+    assert "YAML tag" in line
+
+
+@pytest.mark.parametrize("text", ["max_steps", "=3", "a..b=3", "a b=3"])
+def test_an_override_without_a_key_path_is_refused(text):
+    with pytest.raises(SettingsError, match=r"section\.key=value"):
+        parse_override(text)
+
+
+def test_an_override_below_a_plain_value_is_refused(write):
+    (line,) = refused(write(MINIMAL), "max_steps.a=3")
+    assert "max_steps" in line
+
+
+def test_relative_paths_are_taken_from_the_working_directory_then_from_the_recipe(write):
+    name = write(MINIMAL.replace("{path: teacher}", "{recipe: t.yaml}"), "mine/r.yaml")
+    write(MINIMAL, "mine/t.yaml")
+    write("{}", "mine/rows.jsonl")
+    config = load_settings(name)
+    assert (config.data.train, config.teacher.recipe, config.model.path) == ("mine/rows.jsonl", "mine/t.yaml", "student")
+    write("{}", "rows.jsonl")
+    assert load_settings(name).data.train == "rows.jsonl"
+
+
+def test_a_missing_recipe_names_the_nearest_shipped_one():
+    with pytest.raises(FileNotFoundError, match=r"recipes/opsd/demo\.yaml"):
+        find_recipe("recipes/opsd/dem.yaml")
+
+
+def test_a_decay_ends_at_max_steps_and_a_fresh_model_takes_the_runs_seed(write):
+    name = write("recipe: sft\nmax_steps: 9\ndata: {train: x.jsonl}\nmodel: {new: {architecture: qwen3, characters: ab}}")
+    config = load_settings(name, ["engine.optimizer.schedule=linear", "seed=5"])
+    assert (config.engine.optimizer.total_steps, config.model.new.seed) == (9, 5)
+    config = load_settings(name, ["model.new.seed=0", "seed=5"])
+    assert (config.engine.optimizer.total_steps, config.model.new.seed) == (None, 0)
+
+
+def test_a_teacher_is_frozen_unless_it_says_otherwise(write):
+    assert load_settings(write(MINIMAL)).teacher.kind == "frozen"
+    name = write(MINIMAL.replace("{path: teacher}", "{kind: self, ema_decay: 2}"))
+    (line,) = refused(name)
+    assert "teacher.ema_decay=2" in line
+
+
+def test_known_keys_reach_through_unions():
+    keys = set(known_keys(OPSDConfig))
+    assert {"max_steps", "teacher.recipe", "teacher.weights", "rollout.sampling.top_p", "model.new.seed"} <= keys
