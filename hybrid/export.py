@@ -2,14 +2,40 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import os
-from collections.abc import Callable, Iterable
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hybrid.folders import first_error, get_rank, write_folder
+from hybrid.safetensors_stream import DTYPES, TensorInfo, write_safetensors
+
+# Taken from the source folder as they are. The tokenizer writes its own files.
+SIDE_FILES = (
+    "generation_config.json", "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+EXPORT_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt", ".model", ".py"}  # what an export may hold
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor to write: its form on disk and, called by every rank in the same order, its value (needed on rank 0)."""
+
+    info: TensorInfo
+    read: Callable[[], Tensor]
 
 
 def save_pretrained(
@@ -35,4 +61,116 @@ def save_pretrained(
     dtype         of floating-point `tensors`; None: as they are
     Raises FolderError on every rank if any fails; ValueError when `path` holds something else than an earlier export.
     """
-    raise NotImplementedError
+    path, source = Path(path), None if source is None else Path(source)
+    error = None
+    try:
+        _check_target(path, source)
+        entries = list(_given(tensors, dtype))
+        if copied is not None and source is not None:
+            entries += _copied(source, copied, {entry.info.name for entry in entries})
+    except ValueError as caught:
+        error = caught
+    if (line := first_error(error, group)) is not None:
+        raise error or ValueError(line)
+    files = _plan(entries, max_file_bytes)
+    own_dtype = next((entry.info.dtype for entry in entries if entry.info.dtype.is_floating_point), torch.float32)
+    saved_config = _config_for_disk(config, architecture, dtype or own_dtype)
+
+    def write(folder: Path) -> None:
+        reads = (entry.read() for entries in files.values() for entry in entries)
+        try:
+            if get_rank(group) == 0:
+                for name, entries in files.items():
+                    write_safetensors(folder / name, [entry.info for entry in entries], reads)
+        finally:
+            deque(reads, maxlen=0)  # ranks that do not write, and rank 0 after an error, take part in every gather
+
+    def finish(folder: Path) -> None:
+        if len(files) > 1:
+            index = json.dumps(_index(files), indent=2)
+            (folder / "model.safetensors.index.json").write_text(index + "\n", encoding="utf-8")
+        saved_config.save_pretrained(folder)
+        if source is not None:
+            names = [*SIDE_FILES, *(p.name for p in source.glob("*.py") if getattr(config, "auto_map", None))]
+            for name in names:
+                if (source / name).is_file():
+                    shutil.copyfile(source / name, folder / name)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+
+    write_folder(path, write, finish=finish, group=group)
+
+
+def _given(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[_Entry]:
+    seen: set[int] = set()
+    for name, tensor in tensors:
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        saved = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        yield _Entry(TensorInfo(name, saved, tuple(tensor.shape)), partial(_gather, tensor, saved))
+
+
+@torch.no_grad()
+def _gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    tensor = tensor.detach().to(dtype)  # the shard, so that what is gathered is not held in two dtypes
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _copied(source: Path, chosen: Callable[[str], bool], given: set[str]) -> Iterator[_Entry]:
+    """Entries of the source's tensors that are chosen and not given."""
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - not a dict
+                if chosen(name) and name not in given:
+                    part = opened.get_slice(name)
+                    info = TensorInfo(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+                    yield _Entry(info, partial(_read, file, name))
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+def _plan(entries: list[_Entry], max_file_bytes: int) -> dict[str, list[_Entry]]:
+    """Files in the order they are written; each has at most `max_file_bytes`, or one tensor."""
+    groups: list[list[_Entry]] = [[]]
+    filled = 0
+    for entry in entries:
+        if groups[-1] and filled + entry.info.nbytes > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(entry)
+        filled += entry.info.nbytes
+    aligned = [sorted(group, key=lambda entry: -entry.info.dtype.itemsize) for group in groups]
+    if len(aligned) == 1:
+        return {"model.safetensors": aligned[0]}
+    return {f"model-{i:05d}-of-{len(aligned):05d}.safetensors": group for i, group in enumerate(aligned, start=1)}
+
+
+def _index(files: dict[str, list[_Entry]]) -> dict[str, Any]:
+    total = sum(entry.info.nbytes for entries in files.values() for entry in entries)
+    where = {entry.info.name: name for name, entries in files.items() for entry in entries}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}
+
+
+def _config_for_disk(config: Any, architecture: str | None, dtype: torch.dtype) -> Any:
+    saved = copy.deepcopy(config)
+    if not saved.architectures and architecture is not None:
+        saved.architectures = [architecture]
+    for part in (saved, *(getattr(saved, name) for name in getattr(saved, "sub_configs", ()))):
+        if part is not None:
+            part.dtype = dtype
+    return saved
+
+
+def _check_target(path: Path, source: Path | None) -> None:
+    if source is not None and path.exists() and source.exists() and path.samefile(source):
+        raise ValueError(f"{path} is the folder that the model came from; export to another one")
+    if not path.exists():
+        return
+    names = sorted(p.name for p in path.iterdir()) if path.is_dir() else [path.name]
+    foreign = [name for name in names if (path / name).is_dir() or Path(name).suffix not in EXPORT_SUFFIXES]
+    if names and (foreign or "config.json" not in names):
+        raise ValueError(f"{path} exists and is not a model folder ({', '.join((foreign or names)[:3])}); export to a new folder")
