@@ -19,7 +19,7 @@ from hybrid.checkpoint import load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig
 from hybrid.export import save_pretrained
 from hybrid.loss_head import TokenLoss, chunked_loss
-from hybrid.mesh import Mesh, open_mesh
+from hybrid.mesh import open_mesh
 from hybrid.models import ShardedModel, empty_batch, inputs, mode
 from hybrid.modes import Generation, Runner, Swap
 from inference_v2.head import Head
@@ -42,11 +42,16 @@ class HybridEngine:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], config: HybridConfig | Mapping[str, Any] | None = None
+        cls,
+        path: str | os.PathLike[str],
+        config: HybridConfig | Mapping[str, Any] | None = None,
+        *,
+        tokenizer: str | None = None,
     ) -> HybridEngine:
-        """A HF folder or hub name. Raises ValueError for a bad config, folder or device, pydantic's included."""
+        """A HF folder or hub name, with the tokenizer beside it or the one of another folder. Raises ValueError for a bad
+        config, folder or device, pydantic's included."""
         config = resolve(config)
-        return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config)))
+        return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config), tokenizer=tokenizer))
 
     @classmethod
     def from_module(
@@ -116,22 +121,29 @@ class HybridEngine:
     # -- training
 
     def forward_backward(
-        self, batches: Sequence[Batch], token_loss: TokenLoss, *, weights: Sequence[Tensor] | None = None
+        self,
+        batches: Sequence[Batch],
+        token_loss: TokenLoss,
+        *,
+        weights: Sequence[Tensor] | None = None,
+        denominator: float | None = None,
     ) -> dict[str, float]:
         """Add the gradient of the mean loss over all counted tokens of all ranks and micro-batches.
 
-        `weights`: one [N] per micro-batch; the loss is then sum(weight x loss) / sum(weight) over everything. Returns global
-        means: "loss", each metric per token, and "tokens", their number. Lists may differ in length between ranks, and be
-        empty. Raises FloatingPointError on every rank if the loss is not finite; the gradients are dropped then.
+        With `weights`, one [N] per micro-batch, the loss is sum(weight x loss) / D over everything; D is the sum over ranks of
+        `denominator` (None: of the weights). Returns global means: "loss", each metric per token, and "tokens", their number.
+        Lists may differ in length between ranks, and be empty. Raises FloatingPointError on every rank if the loss is not
+        finite; the gradients are dropped then.
         """
         if weights is not None and len(weights) != len(batches):
             raise ValueError(f"forward_backward: {len(weights)} weights for {len(batches)} micro-batches; give one [N] for each")
-        tokens = sum(batch.num_targets for batch in batches)
-        mass = float(tokens) if weights is None else float(sum(w.double().sum() for w in weights))
-        table = self.mesh.table([len(batches), tokens, mass])
+        own = sum(batch.num_targets for batch in batches)
+        if denominator is None:
+            denominator = float(own) if weights is None else float(sum(w.double().sum() for w in weights))
+        table = self.mesh.table([len(batches), own, denominator])
         rounds = int(max(row[0] for row in table))
         tokens = int(sum(row[1] for row in table))
-        mass = sum(row[2] for row in table) or 1.0
+        divisor = sum(row[2] for row in table) or 1.0
         sums: dict[str, Tensor] = {}
         with mode(self.model.module, train=self.config.dropout), self._dropping_gradients_on_error():
             for i in range(rounds):
@@ -139,11 +151,11 @@ class HybridEngine:
                 weight = weights[i] if weights is not None and i < len(batches) else None
                 sharding.set_sync(self.model.module, self.config.zero_stage, last=i == rounds - 1)
                 loss, metrics = self._loss(batch.to(self.mesh.device), token_loss, weight)
-                (loss / mass).backward()
+                (loss / divisor).backward()
                 for name, value in (metrics | {"loss": loss.detach()}).items():
                     sums[name] = sums.get(name, 0.0) + value
             means = self._reduce(sums, tokens)
-            means["loss"] *= max(tokens, 1) / mass
+            means["loss"] *= max(tokens, 1) / divisor
             if not math.isfinite(means["loss"]):
                 raise FloatingPointError(
                     f"step {self.step_count}: the loss is {means['loss']}; no weight was changed; look at this step's batch"
@@ -223,7 +235,7 @@ class HybridEngine:
     # -- checkpoints
 
     def save(
-        self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, *, ema: ShardedModel | None = None
+        self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, *, ema: Mapping[str, Tensor] | None = None
     ) -> None:
         """A sharded checkpoint of weights, optimizer, schedule, random states and `extra` (JSON)."""
         sharding.reshard(self.model.module)
@@ -231,12 +243,12 @@ class HybridEngine:
             path,
             model=self.model.parameters(),
             optimizer=self.optimizer,
-            ema=None if ema is None else ema.parameters(),
+            ema=ema,
             state={"schedule": self.lr_scheduler.state_dict(), "extra": dict(extra or {})},
             weight_version=self.weight_version,
         )
 
-    def load(self, path: str | os.PathLike[str], *, ema: ShardedModel | None = None, seed: int = 0) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str], *, ema: Mapping[str, Tensor] | None = None, seed: int = 0) -> dict[str, Any]:
         """Fill everything from a checkpoint, at any rank count; returns its `extra`. `seed` is used where the random states
         cannot be restored (another rank count)."""
         sharding.reshard(self.model.module)
@@ -244,7 +256,7 @@ class HybridEngine:
             path,
             model=self.model.parameters(),
             optimizer=self.optimizer,
-            ema=None if ema is None else ema.parameters(),
+            ema=ema,
             seed=seed,
         )
         self.lr_scheduler.load_state_dict(loaded.state["schedule"])

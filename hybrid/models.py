@@ -167,14 +167,21 @@ class ShardedModel:
 
     @classmethod
     def from_pretrained(
-        cls, path: str, config: HybridConfig, mesh: Mesh, *, trainable: bool = True, masters: bool | None = None
+        cls,
+        path: str,
+        config: HybridConfig,
+        mesh: Mesh,
+        *,
+        trainable: bool = True,
+        masters: bool | None = None,
+        tokenizer: str | None = None,
     ) -> ShardedModel:
         """A HF folder or hub name, streamed into shards: no rank ever holds more than its shards and one tensor.
 
         masters: keep shards in config.master_dtype (None: if trainable); False: in the compute dtype, enough for a frozen
         teacher. Raises ValueError for what `load_model` refuses and for missing or surplus weights, with both lists.
         """
-        loaded = load_model(path, trust_remote_code=config.trust_remote_code)
+        loaded = load_model(path, trust_remote_code=config.trust_remote_code, tokenizer=tokenizer)
         keep = trainable if masters is None else masters
         dtype = getattr(torch, config.master_dtype if keep else config.compute_dtype)
         hf = build_on_meta(loaded.hf_config, config, dtype)
