@@ -33,3 +33,7 @@ class Algorithm(Protocol):
     def token_loss(self) -> AbstractContextManager[TokenLoss]:
         """The loss per token, with whatever it needs gathered while the context is open."""
         ...
+
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        """The step's record of the loss, from the means over tokens that the loss's metrics gave."""
+        ...

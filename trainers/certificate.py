@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from hybrid.engine import HybridEngine
 from trainers.config import CertificateConfig
-from trainers.data.batching import group_by_length, pack, pad_groups
+from trainers.data.batching import make_batches
 from trainers.types import Rollout
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class Certificate:
         return self.mean <= self.mean_bound and (not self.every_token or self.max <= self.bound)
 
     def metrics(self) -> dict[str, float]:
-        return {"certificate_mean": self.mean, "certificate_max": self.max, "certificate_beyond": self.beyond}
+        return {"certificate/mean": self.mean, "certificate/max": self.max, "certificate/beyond": self.beyond}
 
     def __str__(self) -> str:
         return (
@@ -69,15 +69,13 @@ def certify(
     """Compare up to `config.max_sequences` sampled rollouts of all ranks, before any weight changes. Collective."""
     mine = [r for r in rollouts if any(s.source == "policy" for s in r.spans)]
     mine = mine[: -(-config.max_sequences // engine.world_size)]
-    groups = group_by_length([len(r.ids) for r in mine], micro_batch_tokens)
     token_bound, mean_bound = DEFAULT_BOUNDS[compute_dtype]
     bound = config.bound or token_bound
     total, beyond, count, largest = 0.0, 0, 0, 0.0
-    for group in pad_groups(groups, int(engine.mesh.max([len(groups)])[0])):
-        batch = pack([mine[i] for i in group])
+    for batch in engine.equalise(make_batches(mine, micro_batch_tokens)):
         trained = engine.score(batch, temperature=temperature)
-        assert batch.rollout_logprobs_raw is not None
-        assert batch.on_policy is not None
+        if batch.rollout_logprobs_raw is None or batch.on_policy is None:
+            continue  # an empty one: this rank only takes part in the forward
         for value in (batch.rollout_logprobs_raw - trained.cpu())[batch.on_policy].abs().tolist():
             value = value if math.isfinite(value) else math.inf
             total, count, beyond, largest = total + value, count + 1, beyond + (value > bound), max(largest, value)

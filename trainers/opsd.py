@@ -59,10 +59,14 @@ class OPSD:
         with self.teacher.head() as head:
             yield with_first_token(divergence_token_loss(self.config.loss, head, self.temperature))
 
+    def summarise(self, means: dict[str, float]) -> dict[str, float]:
+        share = means.pop("first_token", 0.0)
+        return means | {"first_token_loss": means["first_token_loss"] / share} if share else means
+
 
 def with_first_token(token_loss: TokenLoss) -> TokenLoss:
-    """Adds `first_token_loss` and `first_token`: the loss at each response's first token and whether a position is one. The ratio
-    of their sums shows a teacher whose prompt ends otherwise than the student's (a template fault) while the mean hides it."""
+    """Adds `first_token_loss`, the loss at each response's first token, and `first_token`, whether a position is one. Their ratio
+    shows a teacher whose prompt ends otherwise than the student's (a template fault), which the mean over tokens hides."""
 
     def wrapped(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
         per_token, metrics = token_loss(logits, chunk)

@@ -1,4 +1,4 @@
-"""The folder of a run: config.yaml first, what may change on a resume, and where to go on. No torch.
+"""The folder of a run: config.yaml first, what may change on a resume, and where to go on.
 
 config.yaml  metrics.jsonl  completions.jsonl  checkpoints/step_N/  model/  plots/  init/ (model.new)
 """
@@ -12,6 +12,9 @@ from typing import Any
 
 import yaml
 
+from hybrid.checkpoint import last_checkpoint
+from hybrid.folders import first_error, remove_folder, write_folder
+from hybrid.mesh import Mesh
 from trainers.config import RunConfig
 
 # Keys (and what is below them) that a resumed run may set anew: they do not enter what is trained, or only for how long.
@@ -19,9 +22,47 @@ FREE_KEYS = ("output_dir", "max_steps", "log", "checkpoint", "eval", "data.eval"
 DECAY_END = "engine.optimizer.total_steps"
 
 
+def open_run(config: RunConfig, run_dir: Path, mesh: Mesh) -> Path | None:
+    """Write config.yaml and return the checkpoint to go on from, if any. Collective: rank 0 looks and writes.
+
+    Raises ValueError on every rank if the folder was trained with another config (see FREE_KEYS).
+    """
+    error: ValueError | OSError | None = None
+    if mesh.rank == 0:
+        try:
+            _prepare(config, run_dir)
+        except (ValueError, OSError) as caught:
+            error = caught
+    if (line := first_error(error)) is not None:
+        raise ValueError(line if error is None else str(error)) from error
+    return last_checkpoint(run_dir)
+
+
+def _prepare(config: RunConfig, run_dir: Path) -> None:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    while config.checkpoint.resume == "never" and (old := last_checkpoint(run_dir)) is not None:
+        remove_folder(old)
+    if last_checkpoint(run_dir) is not None:
+        check_same_config(config, run_dir)
+    write_config(config, run_dir)
+
+
+def starting_model(config: RunConfig, run_dir: Path, *, resumed: bool) -> str:
+    """The folder or hub name that the run starts from; `model.new` is written to `run_dir/init` by rank 0. Collective."""
+    if config.model.new is None:
+        if config.model.path is None:
+            raise ValueError("model.recipe is not trained yet; run it first and set model.path to its model folder")
+        return config.model.path
+    folder, new = run_dir / "init", config.model.new
+    if not resumed:  # a resumed run's self-teacher starts from the very same weights
+        from trainers.new_model import write_new_model
+
+        write_folder(folder, lambda _: None, finish=lambda partial: write_new_model(new, partial))
+    return str(folder)
+
+
 def write_config(config: RunConfig, run_dir: Path) -> None:
     """`run_dir/config.yaml`, whole or not at all."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     partial = run_dir / ".config.yaml.partial"
     partial.write_text(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), encoding="utf-8")
     os.replace(partial, run_dir / "config.yaml")

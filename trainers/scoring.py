@@ -19,7 +19,7 @@ from hybrid.engine import HybridEngine
 from hybrid.models import ShardedModel
 from inference_v2.head import Head
 from trainers.config import FrozenTeacher, SelfTeacher, Teacher
-from trainers.data.batching import counted_positions, group_by_length, pack, pad_groups
+from trainers.data.batching import counted_positions, group_by_length, pack
 from trainers.rollout import with_privileged_prompt
 from trainers.types import Rollout
 
@@ -37,8 +37,9 @@ class Scorer(Protocol):
         """Called once the policy's weights have changed."""
         ...
 
-    def tensors(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold to go on: nothing for weights that are read from elsewhere."""
+    @property
+    def average(self) -> ShardedModel | None:
+        """The moving average that checkpoints must hold; None where the weights are read from elsewhere."""
         ...
 
 
@@ -67,9 +68,9 @@ class TeacherScorer:
         groups = group_by_length([len(r.ids) for r in seen], self.micro_batch_tokens)
         hidden: list[Tensor] = [torch.empty(0)] * len(seen)
         with self._on_device():
-            for group in pad_groups(groups, int(self.engine.mesh.max([len(groups)])[0])):
-                batch = pack([seen[i] for i in group])
-                states = self.model.hidden_states(batch.to(self.engine.mesh.device)).to("cpu")  # [N, H]
+            for number, batch in enumerate(self.engine.equalise([pack([seen[i] for i in group]) for group in groups])):
+                states = self.model.hidden_states(batch).to("cpu")  # [N, H]
+                group = groups[number] if number < len(groups) else []
                 for i, rows in zip(group, states.split([len(counted_positions(seen[i])) for i in group]), strict=True):
                     hidden[i] = rows
         return hidden
@@ -91,8 +92,9 @@ class TeacherScorer:
             with self._on_device():
                 self.model.lerp_(self.engine.model, 1.0 - self.ema_decay)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {} if self.ema_decay is None else dict(self.model.parameters())
+    @property
+    def average(self) -> ShardedModel | None:
+        return None if self.ema_decay is None else self.model
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

@@ -36,11 +36,6 @@ def group_by_length(lengths: Sequence[int], micro_batch_tokens: int) -> list[lis
     return groups
 
 
-def pad_groups(groups: list[list[int]], count: int) -> list[list[int]]:
-    """`groups` and as many empty ones as make `count`: every rank must enter a collective forward equally often."""
-    return groups + [[] for _ in range(count - len(groups))]
-
-
 def make_batches(
     rollouts: Sequence[Rollout],
     micro_batch_tokens: int,

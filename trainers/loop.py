@@ -1,0 +1,257 @@
+"""The only training loop. It knows no algorithm: an algorithm chooses responses, names its scorers and gives a loss per token.
+
+A step: the next prompts -> rollouts -> scorers fill named fields -> certificate -> forward and backward over micro-batches ->
+optimizer -> scorers follow -> evaluation -> one record -> checkpoint. Every rank runs the same sequence of collectives.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hybrid import rng
+from hybrid.batch import Batch
+from hybrid.checkpoint import prune, read_header
+from hybrid.engine import HybridEngine
+from hybrid.loss_head import TokenLoss
+from hybrid.mesh import Mesh, open_mesh
+from hybrid.models import ShardedModel
+from hybrid.monitor import Monitor
+from trainers.algorithm import Algorithm
+from trainers.certificate import certify, enforce, is_due
+from trainers.config import OPSDConfig, RunConfig, SFTConfig
+from trainers.data.batching import make_batches
+from trainers.data.order import DataPosition, PromptStream, share
+from trainers.data.prompts import PromptSet, load_prompts
+from trainers.evaluation import Evaluator, table_rows
+from trainers.losses.reductions import denominator, target_weights
+from trainers.opsd import OPSD
+from trainers.run_folder import open_run, starting_model
+from trainers.scoring import open_teacher
+from trainers.sft import SFT
+from trainers.statistics import rollout_statistics
+from trainers.types import Rollout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """`before` and `after` are evaluations at step 0 and at the last one (None where there was none), by metric name."""
+
+    run_dir: Path
+    steps: int  # optimizer steps taken, those of earlier processes included
+    before: dict[str, float] | None
+    after: dict[str, float] | None
+    stopped_by_signal: bool
+
+
+def train(
+    config: RunConfig, *, stop: Callable[[], bool] | None = None, on_step: Callable[[int, dict[str, Any]], None] | None = None
+) -> TrainResult:
+    """Run a recipe to `max_steps`, from the last whole checkpoint of `output_dir` if there is one.
+
+    `stop` is polled once a step; if any rank's says so, all ranks save that step and leave. `on_step(step, metrics)` sees each
+    record. Models and data are paths here: a recipe's `model.recipe` and `teacher.recipe` were trained before.
+    Raises ValueError for bad input before anything is trained; later CertificateError, and FloatingPointError for a loss or
+    gradient that is not finite.
+    """
+    mesh = open_mesh(config.engine)
+    run_dir = Path(config.output_dir)
+    checkpoint = open_run(config, run_dir, mesh)
+    if checkpoint is not None and (done := _finished(checkpoint, config, run_dir)) is not None:
+        if mesh.rank == 0:
+            logger.warning("%s is finished: step %d of max_steps=%d; nothing to train", run_dir, done.steps, config.max_steps)
+        return done
+    start = starting_model(config, run_dir, resumed=checkpoint is not None)
+    with ExitStack() as stack:
+        engine = stack.enter_context(closing(_open_engine(config, start)))
+        run = stack.enter_context(closing(Run(config, engine, start, run_dir, checkpoint)))
+        return run.to_the_end(stop or (lambda: False), on_step or (lambda step, metrics: None))
+
+
+def open_algorithm(config: RunConfig, engine: HybridEngine, start: str) -> Algorithm:
+    """The algorithm that a config's class names. A new one is a file, a config class and a case here."""
+    match config:
+        case OPSDConfig():
+            teacher = open_teacher(
+                config.teacher, engine, config.engine, start=start, micro_batch_tokens=config.train.micro_batch_tokens
+            )
+            return OPSD(config, engine, teacher)
+        case SFTConfig():
+            return SFT(config, engine)
+    raise ValueError(f"{type(config).__name__} names no algorithm; allowed: OPSDConfig, SFTConfig")
+
+
+def _open_engine(config: RunConfig, start: str) -> HybridEngine:
+    settings = config.engine
+    if settings.optimizer.total_steps is None:
+        optimizer = settings.optimizer.model_copy(update={"total_steps": config.max_steps})
+        settings = settings.model_copy(update={"optimizer": optimizer})
+    return HybridEngine.from_pretrained(start, settings, tokenizer=config.model.tokenizer)
+
+
+def _finished(checkpoint: Path, config: RunConfig, run_dir: Path) -> TrainResult | None:
+    """The result of a run that reached max_steps and stands there whole, without loading a model."""
+    state = read_header(checkpoint)["state"]["extra"]
+    if state["step"] < config.max_steps or not (run_dir / "model" / "config.json").is_file():
+        return None
+    return _result(run_dir, state["step"], state["evaluations"], stopped=False)
+
+
+def _result(run_dir: Path, step: int, evaluations: dict[str, dict[str, float]], *, stopped: bool) -> TrainResult:
+    last = evaluations.get("last")
+    return TrainResult(
+        run_dir=run_dir,
+        steps=step,
+        before=evaluations.get("before"),
+        after=last if last is not None and last["step"] == step else None,
+        stopped_by_signal=stopped,
+    )
+
+
+class Run:
+    """One process's part of one run."""
+
+    def __init__(self, config: RunConfig, engine: HybridEngine, start: str, run_dir: Path, checkpoint: Path | None) -> None:
+        self.config, self.engine, self.run_dir = config, engine, run_dir
+        self.mesh: Mesh = engine.mesh
+        if engine.tokenizer is None:
+            raise ValueError(f"model {start} has no tokenizer, which training data needs; set model.tokenizer")
+        data = self._load_data(held_out=False)
+        self.evaluator = None
+        if config.data.eval is not None:
+            self.evaluator = Evaluator(config.eval, self._load_data(held_out=True).prompts)
+        self.algorithm = open_algorithm(config, engine, start)
+        self.algorithm.check(data.prompts)
+        rng.seed_all(config.seed, engine.rank)
+        state = engine.load(checkpoint, ema=self._average, seed=config.seed) if checkpoint else {}
+        self.step: int = state.get("step", 0)
+        self.evaluations: dict[str, dict[str, float]] = state.get("evaluations", {})  # "before", "last"
+        position = DataPosition(**state["data"]) if state else DataPosition()
+        self.stream = PromptStream(data.prompts, seed=config.seed, shuffle=config.data.shuffle, position=position)
+        self.monitor = Monitor(
+            run_dir, config.log, rank=engine.rank, total_steps=config.max_steps, settings=config.model_dump(mode="json")
+        )
+        self.monitor.truncate(self.step if state else -1)
+        self.certified = False
+        if checkpoint:
+            logger.info("going on from %s", checkpoint)
+
+    def close(self) -> None:
+        self.monitor.close()
+
+    def to_the_end(self, stop: Callable[[], bool], on_step: Callable[[int, dict[str, Any]], None]) -> TrainResult:
+        stopped = False
+        if self.step >= self.config.max_steps:  # a finished run that lost its model/
+            self.engine.save_pretrained(self.run_dir / "model")
+        if self.step == 0 and self.config.eval.before and self.evaluator is not None:
+            record = self._evaluate("before")
+            self.monitor.log(0, record)
+            on_step(0, record)
+        while self.step < self.config.max_steps and not stopped:
+            record = self._step()
+            self.monitor.log(self.step, record)
+            on_step(self.step, record)
+            stopped = bool(self.mesh.max([float(stop())])[0]) and self.step < self.config.max_steps
+            every = self.config.checkpoint.every
+            finished = self.step == self.config.max_steps
+            if finished:  # before its checkpoint: a run whose last checkpoint stands has its model
+                self.engine.save_pretrained(self.run_dir / "model")
+            if stopped or finished or (every is not None and self.step % every == 0):
+                self._save()
+        return _result(self.run_dir, self.step, self.evaluations, stopped=stopped)
+
+    # -- one step
+
+    def _step(self) -> dict[str, Any]:
+        config, engine, algorithm, monitor = self.config, self.engine, self.algorithm, self.monitor
+        step = self.step + 1
+        drawn = self.stream.take(algorithm.prompts_per_step)
+        with monitor.phase("rollout") as phase:
+            rollouts = algorithm.rollouts(step, share(drawn, engine.rank, engine.world_size))
+            phase.tokens += sum(len(r.response_ids) for r in rollouts)
+        with monitor.phase("score") as phase:
+            fields = {scorer.field: scorer.score(rollouts) for scorer in algorithm.scorers}
+            phase.tokens += sum(len(r.ids) for r in rollouts) if fields else 0
+        record = {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **self._swap()}
+        record |= self._certify(step, rollouts)
+        batches = make_batches(rollouts, config.train.micro_batch_tokens, with_prompt=algorithm.with_prompt, fields=fields)
+        with monitor.phase("train") as phase:
+            phase.tokens += sum(b.num_tokens for b in batches)
+            with algorithm.token_loss() as token_loss:
+                record |= self._forward_backward(batches, token_loss)
+            record |= engine.optim_step()
+            for scorer in algorithm.scorers:
+                scorer.after_step()
+        self.step = step
+        if config.log.completions:
+            monitor.completions(step, table_rows("train", rollouts[: config.log.completions]))
+        if self._evaluation_due():
+            record |= self._evaluate("last")
+        return record
+
+    def _swap(self) -> dict[str, float]:
+        """Of the last stay in generation; nothing for an algorithm that never generates."""
+        swap = self.engine.ledger
+        return {} if swap is None else {"swap_ms": swap.enter_ms + swap.leave_ms, "swap_bytes": swap.gathered_bytes}
+
+    def _forward_backward(self, batches: list[Batch], token_loss: TokenLoss) -> dict[str, float]:
+        reduction, length = self.algorithm.reduction, self.algorithm.constant_length
+        weights, count = None, None
+        if reduction != "token_mean":
+            weights = [target_weights(batch, reduction, length) for batch in batches]
+            count = sum(denominator(batch, reduction) for batch in batches)
+        means = self.engine.forward_backward(batches, token_loss, weights=weights, denominator=count)
+        return self.algorithm.summarise(means)
+
+    def _certify(self, step: int, rollouts: list[Rollout]) -> dict[str, float]:
+        """The certificate's metrics where one is due. Whether a step has sampled tokens is agreed on over ranks."""
+        sampled = any(span.source == "policy" for r in rollouts for span in r.spans)
+        if not self.mesh.max([float(sampled)])[0] or not is_due(self.config.certificate, step, first=not self.certified):
+            return {}
+        certificate = certify(
+            self.engine,
+            rollouts,
+            self.config.certificate,
+            temperature=self.algorithm.temperature,
+            compute_dtype=self.config.engine.compute_dtype,
+            micro_batch_tokens=self.config.train.micro_batch_tokens,
+        )
+        enforce(certificate, self.config.certificate, step)
+        self.certified = True
+        return certificate.metrics()
+
+    def _evaluation_due(self) -> bool:
+        if self.evaluator is None:
+            return False
+        every = self.config.eval.every
+        last = self.step == self.config.max_steps and self.config.eval.after
+        return last or (every is not None and self.step % every == 0)
+
+    def _evaluate(self, name: str) -> dict[str, float]:
+        assert self.evaluator is not None
+        evaluation = self.evaluator.run(self.engine)
+        self.monitor.completions(self.step, table_rows("eval", evaluation.samples))
+        self.evaluations[name] = {"step": self.step, **evaluation.metrics()}
+        return evaluation.metrics()
+
+    # -- state
+
+    def _load_data(self, *, held_out: bool) -> PromptSet:
+        eos = min(self.engine.model.eos_token_ids, default=None) if self.engine.tokenizer.eos_token_id is None else None
+        return load_prompts(self.config.data, self.engine.tokenizer, held_out=held_out, eos_token_id=eos)
+
+    @property
+    def _average(self) -> ShardedModel | None:
+        return next((scorer.average for scorer in self.algorithm.scorers if scorer.average is not None), None)
+
+    def _save(self) -> None:
+        state = {"step": self.step, "data": self.stream.position.to_json(), "evaluations": self.evaluations}
+        self.engine.save(self.run_dir / "checkpoints" / f"step_{self.step}", state, ema=self._average)
+        if self.engine.rank == 0:
+            prune(self.run_dir, self.config.checkpoint.keep)

@@ -1,0 +1,35 @@
+"""What a step's rollouts look like, over all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybrid.mesh import Mesh
+from trainers.types import Rollout
+
+
+def rollout_statistics(rollouts: Sequence[Rollout], mesh: Mesh) -> dict[str, float]:
+    """Response lengths in tokens, the share cut by the length limit, whether the responses were sampled, and the mean log-prob of
+    sampled tokens: as sampled from, and raw (at the temperature, without truncation or penalties). Collective."""
+    lengths = [len(r.response_ids) for r in rollouts]
+    drawn = [(r, i - r.num_prompt) for r in rollouts for s in r.spans if s.source == "policy" for i in range(s.start, s.stop)]
+    local = [
+        len(lengths),
+        sum(lengths),
+        sum(r.finish_reason == "length" for r in rollouts),
+        len(drawn),
+        sum(r.logprobs[i] for r, i in drawn),
+        sum(r.logprobs_raw[i] for r, i in drawn),
+    ]
+    count, tokens, truncated, sampled, logprob, logprob_raw = mesh.sum(local)
+    longest, minus_shortest = mesh.max([max(lengths, default=0), -min(lengths, default=2**31)])
+    statistics = {
+        "response/length_min": -minus_shortest,
+        "response/length_mean": tokens / count,
+        "response/length_max": longest,
+        "response/truncated": truncated / count,
+        "response/sampled": sampled / max(tokens, 1.0),
+    }
+    if sampled:
+        statistics |= {"rollout/logprob": logprob / sampled, "rollout/logprob_raw": logprob_raw / sampled}
+    return statistics
