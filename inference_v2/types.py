@@ -60,12 +60,14 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and how to continue it. `key` (64 bit) names the request for the randomness: the caller gives it, e.g. a
-    hash of (training step, prompt index); it is never a submission counter. `id` names it for `abort` and completions."""
+    hash of (training step, prompt index); it is never a submission counter. `id` names it for `abort` and completions. Its
+    samples are numbered from `first_sample`: sample i draws the same tokens whether it is asked for alone or among others."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams
     key: int = 0
     id: int | None = None
+    first_sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +89,24 @@ class Completion:
     weight_version: int
     text: str | None = None
     error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counted since the engine was made, except where it says now.
+
+    A block is `block_size` tokens in all layers of one cache group; `blocks_copied` counts token blocks, whatever the groups.
+    """
+
+    forwards: int
+    prompt_tokens_prefilled: int  # prompt tokens computed, those recomputed after a preemption included
+    output_tokens_computed: int  # generated tokens fed back
+    tokens_hit: int  # found in the prefix cache instead
+    tokens_generated: int
+    blocks_copied: int  # copy-on-write
+    preemptions: int
+    max_step_tokens: int  # of the largest step
+    blocks_free: int  # now
+    blocks_total: int
+    running: int  # sequences, now
+    waiting: int

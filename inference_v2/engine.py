@@ -1,0 +1,419 @@
+"""InferenceEngine: continuous batching over a paged cache, behind the verbs add / step / abort / stats, generate and score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from operator import index
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from inference_v2 import sampler
+from inference_v2.admission import Door
+from inference_v2.batch import Batch, build_batch
+from inference_v2.blocks import Blocks
+from inference_v2.cache import KVCache, pool_sizes
+from inference_v2.config import EngineConfig
+from inference_v2.head import Head
+from inference_v2.kernels import get_kernels
+from inference_v2.models.decoder import Decoder
+from inference_v2.models.spec import DecoderSpec
+from inference_v2.rope import RopeTable
+from inference_v2.scheduler import Plan, Scheduler
+from inference_v2.scoring import Scored, ScoreJob
+from inference_v2.sequence import Sequence
+from inference_v2.stopping import StopText, Tokenizer
+from inference_v2.types import Completion, EngineStats, FinishReason, Request, SamplingParams
+from inference_v2.weights import FusedWeights, ModelWeights
+
+LOGIT_BYTES = 64 * 2**20  # logits that exist at once
+
+
+class DecoderLike(Protocol):
+    """models.decoder.Decoder, or another with the same forward."""
+
+    @property
+    def spec(self) -> DecoderSpec: ...
+
+    def forward(self, batch: Batch, cache: KVCache, weights: ModelWeights, read: Any) -> Any: ...
+
+
+class InferenceEngine:
+    """Generates with one decoder and whatever version of its weights is set.
+
+    Tokens and log-probs do not depend on what else runs: batching, chunking, prefix hits, preemption, forks. An error of one
+    request ends that request (`Completion.error`) and no other. Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        weights: ModelWeights,
+        *,
+        config: EngineConfig | None = None,
+        eos_token_ids: Iterable[int] = (),
+        tokenizer: Tokenizer | None = None,
+        vocab_limit: int | None = None,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.decoder = decoder
+        self.config = config = config or EngineConfig()
+        self.tokenizer = tokenizer
+        self.device = torch.device(device)
+        self.dtype = dtype
+        spec = decoder.spec
+        self.max_model_len = config.max_model_len or spec.max_position_embeddings
+        self._num_blocks = pool_sizes(
+            spec,
+            config.block_size,
+            dtype,
+            max_model_len=self.max_model_len,
+            max_running=config.max_running,
+            cache_bytes=config.cache_bytes,
+        )
+        blocks = Blocks(
+            self._num_blocks, spec.windows, config.block_size, prefix_caching=config.prefix_caching, version=weights.version
+        )
+        self._scheduler = Scheduler(blocks, config.max_running, config.max_step_tokens)
+        self._door = Door(
+            vocab_size=spec.vocab_size,
+            num_drawable=min(spec.vocab_size, vocab_limit or spec.vocab_size),
+            eos_token_ids=frozenset(eos_token_ids),
+            max_model_len=self.max_model_len,
+            has_tokenizer=tokenizer is not None,
+        )
+        self._weights = weights
+        self._cache: KVCache | None = None
+        self._alive: dict[int, int] = {}  # request id -> samples not finished yet
+        self._finished: list[Completion] = []  # for the next step() to return
+        self._jobs: dict[int, ScoreJob] = {}
+        self._next_id = 0
+        self._num_arrivals = 0
+        self._forwards = 0
+        self._tokens_generated = 0
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        *,
+        dtype: torch.dtype | str = "float32",
+        config: EngineConfig | None = None,
+        device: str = "auto",
+        tokenizer: Any = None,
+        trust_remote_code: bool = False,
+    ) -> InferenceEngine:
+        """An engine over a Hugging Face folder or hub name, weights loaded. Raises ValueError for what cannot be served."""
+        from inference_v2.loading import load_model  # the door to transformers, which takes seconds to import
+
+        config = config or EngineConfig()
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        dtype = _dtype(dtype)
+        model = load_model(path, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
+        weights = FusedWeights(model.spec, dtype, device, vocab_limit=model.vocab_limit, batch_invariant=config.batch_invariant)
+        weights.refresh(model.source, version=0)
+        positions = config.max_model_len or model.spec.max_position_embeddings
+        table = RopeTable.build(model.spec.rope, positions, dtype, device)
+        return cls(
+            Decoder(model.spec, get_kernels(config.kernels), table),
+            weights,
+            config=config,
+            eos_token_ids=model.eos_token_ids,
+            tokenizer=model.tokenizer,
+            vocab_limit=model.vocab_limit,
+            device=device,
+            dtype=dtype,
+        )
+
+    # -- verbs -------------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns its id. What cannot be served comes back from the next `step` as a completion with `error`
+        (one a sample). Raises ValueError when `request.id` is alive already."""
+        if request.id in self._alive:
+            raise ValueError(f"request id={request.id} is in use; allowed: an id that no unfinished request has, or None")
+        request_id = self._new_id() if request.id is None else request.id
+        num_samples = request.sampling.num_samples
+        self._alive[request_id] = num_samples
+        leader, *forks = (self._sequence(request, request_id, request.first_sample + i) for i in range(num_samples))
+        error = self._door.refusal(request) or self._scheduler.refusal(leader)
+        if error is not None or request.sampling.max_new_tokens == 0:
+            for seq in (leader, *forks):
+                self._finish(seq, "length" if error is None else "abort", error=error)
+            return request_id
+        for seq in (leader, *forks):
+            seq.stop_ids = self._door.stop_ids(request.sampling)
+            if request.sampling.stop and self.tokenizer is not None:
+                seq.stop_text = StopText(self.tokenizer, request.sampling.stop)
+        leader.forks = forks
+        self._scheduler.add(leader)
+        return request_id
+
+    @torch.no_grad()
+    def step(self) -> list[Completion]:
+        """Compute at most `max_step_tokens` tokens; returns the samples that have finished. Without work it only returns."""
+        self._follow_weights()
+        plan = self._scheduler.schedule()
+        if plan.chunks:
+            results = self._forward(plan)
+            self._scheduler.commit(plan)
+            for result in results:
+                self._take(result)
+            self._end_scores(plan)
+        finished, self._finished = self._finished, []
+        return finished
+
+    @torch.no_grad()
+    def idle_step(self) -> None:
+        """A forward without tokens: enters every scope of the weights, so that ranks that still decode can gather them."""
+        self._forward(Plan())
+
+    def abort(self, request_id: int) -> bool:
+        """End a request; its samples come back from the next `step` with what they have. False if it is not alive."""
+        removed = self._scheduler.abort(request_id)
+        if self._jobs.pop(request_id, None) is None:
+            for seq in removed:
+                self._finish(seq, "abort")
+        return bool(removed)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to compute or to return."""
+        return bool(self._finished or self._scheduler.running or self._scheduler.waiting)
+
+    def stats(self) -> EngineStats:
+        scheduler = self._scheduler
+        counters = scheduler.counters
+        return EngineStats(
+            forwards=self._forwards,
+            prompt_tokens_prefilled=counters.prompt_tokens_prefilled,
+            output_tokens_computed=counters.output_tokens_computed,
+            tokens_hit=counters.tokens_hit,
+            tokens_generated=self._tokens_generated,
+            blocks_copied=counters.blocks_copied,
+            preemptions=counters.preemptions,
+            max_step_tokens=counters.max_step_tokens,
+            blocks_free=scheduler.blocks.num_free,
+            blocks_total=scheduler.blocks.num_total,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting),
+        )
+
+    def generate(
+        self, prompts: Seq[Seq[int]], sampling: SamplingParams, keys: Seq[int] | None = None
+    ) -> list[list[Completion]]:  # fmt: skip
+        """Complete every prompt; per prompt its samples by sample index. `keys` name the prompts for the randomness (default:
+        their place in the list). Completions of requests added before are kept for the next `step`."""
+        if keys is not None and len(keys) != len(prompts):
+            raise ValueError(f"generate: {len(keys)} keys for {len(prompts)} prompts; allowed: one key a prompt, or None")
+        keys = range(len(prompts)) if keys is None else keys
+        ids = [self.add(Request(tuple(map(index, p)), sampling, key=index(k))) for p, k in zip(prompts, keys)]
+        results: dict[int, list[Completion]] = {i: [] for i in ids}
+        self._run(ids, results)
+        return [sorted(results[i], key=lambda completion: completion.sample_index) for i in ids]
+
+    def score(
+        self, sequences: Seq[Seq[int]], *, starts: Seq[int] | None = None, temperature: float = 1.0, hidden: bool = False
+    ) -> list[Scored]:
+        """fp32 log_softmax(z / temperature) of each sequence's tokens from `starts` on (default 1; temperature 0 counts as 1).
+        With `hidden`, also the final hidden states that predict them. Raises ValueError for a sequence that cannot be scored.
+        """
+        starts = [1] * len(sequences) if starts is None else starts
+        if len(starts) != len(sequences):
+            raise ValueError(f"score: {len(starts)} starts for {len(sequences)} sequences; allowed: one a sequence, or None")
+        queue: list[Sequence] = []
+        for i, (ids, start) in enumerate(zip(sequences, starts)):
+            tokens = tuple(map(index, ids))
+            seq = self._sequence(Request(tokens, SamplingParams(max_new_tokens=0)), self._new_id(), 0)
+            seq.score_start = start
+            error = self._door.refusal(seq.request)
+            if error is None and not 1 <= start <= len(tokens):
+                error = f"start={start}; allowed: 1 to {len(tokens)}, the first token is predicted by none"
+            error = error or self._scheduler.refusal(seq)
+            if error is not None:
+                raise ValueError(f"score: sequence {i}: {error}")
+            queue.append(seq)
+        jobs = [
+            ScoreJob(s, temperature, torch.empty(len(q.tokens) - s, device=self.device), hidden) for q, s in zip(queue, starts)
+        ]
+        for seq, job in zip(queue, jobs):
+            if len(job.logprobs):
+                self._jobs[seq.request_id] = job
+                self._scheduler.add(seq)
+        self._run([seq.request_id for seq in queue], {})
+        return [Scored(job.logprobs, job.hidden) for job in jobs]
+
+    def set_weights(self, weights: ModelWeights) -> None:
+        """Use these weights from now on. A new version: running samples are recomputed, and no KV of another is ever read."""
+        self._weights = weights
+        self._follow_weights()
+
+    def release(self) -> None:
+        """Drop the KV pool and all that is cached; what runs is recomputed in a new pool."""
+        self._scheduler.restart(self._weights.version)
+        self._scheduler.blocks.forget_all()
+        self._cache = None
+
+    # -- one step ----------------------------------------------------------------------------------------------------------
+
+    def _follow_weights(self) -> None:
+        if self._weights.version != self._scheduler.blocks.version:
+            self._scheduler.restart(self._weights.version)
+
+    def _forward(self, plan: Plan) -> list[_Result]:
+        """Compute the plan's tokens and draw the next token of every sequence that catches up, its waiting forks included."""
+        if self._cache is None:
+            self._cache = KVCache(
+                self.decoder.spec,
+                self._num_blocks,
+                self.config.block_size,
+                self.dtype,
+                self.device,
+                poison=self.config.debug_poison,
+            )
+        for group, pairs in enumerate(plan.copies):
+            self._cache.copy_blocks(group, pairs)
+        batch = build_batch(plan.chunks, len(self._num_blocks), self.config.block_size, self.device)
+        self._forwards += 1
+        return self.decoder.forward(batch, self._cache, self._weights, lambda hidden, head: self._read(plan, hidden, head))
+
+    def _read(self, plan: Plan, hidden: Tensor, head: Head) -> list[_Result]:
+        """hidden [S, H], in the order of the chunks' wanted positions."""
+        rows_at_once = max(1, LOGIT_BYTES // (4 * head.vocab_size))
+        rows: list[int] = []
+        pairs: list[tuple[Sequence, Sequence]] = []  # (sample, the sequence it forks from, or itself)
+        at = 0
+        for chunk in plan.chunks:
+            count = len(chunk.wanted)
+            if chunk.seq.score_start is not None:
+                self._jobs[chunk.seq.request_id].read(chunk, hidden[at : at + count], head, rows_at_once)
+            elif count:
+                alike = (*chunk.seq.forks, chunk.seq)  # forks first: they start from blocks that the leader may give up
+                pairs += [(seq, chunk.seq) for seq in alike]
+                rows += [at] * len(alike)
+            at += count
+        results: list[_Result] = []
+        for i in range(0, len(rows), rows_at_once):
+            part = slice(i, i + rows_at_once)
+            logits = head.logits(hidden[torch.tensor(rows[part], device=hidden.device)])
+            drawn = sampler.draw(logits, [_draw_of(seq) for seq, _ in pairs[part]])
+            results += [
+                _Result(*pair, *values)
+                for pair, values in zip(pairs[part], zip(drawn.token_ids, drawn.logprobs, drawn.logprobs_raw))
+            ]
+        return results
+
+    def _take(self, result: _Result) -> None:
+        """Append a drawn token; the sample goes on, starts as a fork, or ends."""
+        seq, leader = result.seq, result.leader
+        reason, text, error = self._append(result)
+        if seq is leader:
+            seq.forks = []
+            if reason is not None:
+                self._scheduler.finish(seq)
+        elif reason is None:
+            self._scheduler.fork(leader, seq)
+        if reason is not None:
+            self._finish(seq, reason, text=text, error=error)
+
+    def _append(self, result: _Result) -> tuple[FinishReason | None, str | None, str | None]:
+        """(why the sample ends here, its text up to a stop string, its error), each None where there is none."""
+        seq, sampling = result.seq, result.seq.request.sampling
+        if not (math.isfinite(result.logprob) and math.isfinite(result.logprob_raw)):
+            position, version = len(seq.tokens), self._weights.version
+            return "abort", None, f"the logits of position {position} are not finite (weight version {version})"
+        seq.tokens.append(result.token_id)
+        seq.logprobs.append(result.logprob)
+        seq.logprobs_raw.append(result.logprob_raw)
+        if seq.weight_version is None:
+            seq.weight_version = self._weights.version
+        self._tokens_generated += 1
+        text = seq.stop_text.push(seq.output) if seq.stop_text is not None else None
+        if seq.num_output >= sampling.min_new_tokens and (result.token_id in seq.stop_ids or text is not None):
+            return "stop", text, None
+        return ("length" if seq.num_output == sampling.max_new_tokens else None), None, None
+
+    def _end_scores(self, plan: Plan) -> None:
+        for chunk in plan.chunks:
+            if chunk.seq.score_start is not None and chunk.is_last:
+                self._scheduler.finish(chunk.seq)
+                del self._jobs[chunk.seq.request_id]
+
+    # -- requests ----------------------------------------------------------------------------------------------------------
+
+    def _new_id(self) -> int:
+        while self._next_id in self._alive or self._next_id in self._jobs:
+            self._next_id += 1
+        self._next_id += 1
+        return self._next_id - 1
+
+    def _sequence(self, request: Request, request_id: int, sample_index: int) -> Sequence:
+        self._num_arrivals += 1
+        return Sequence(request, request_id, sample_index, order=self._num_arrivals, tokens=list(request.prompt_ids))
+
+    def _finish(self, seq: Sequence, reason: FinishReason, *, text: str | None = None, error: str | None = None) -> None:
+        self._alive[seq.request_id] -= 1
+        if not self._alive[seq.request_id]:
+            del self._alive[seq.request_id]
+        output = tuple(seq.output)
+        if text is None and self.tokenizer is not None:
+            text = self.tokenizer.decode(output, skip_special_tokens=True)
+        self._finished.append(
+            Completion(
+                request_id=seq.request_id,
+                sample_index=seq.sample_index,
+                prompt_ids=seq.request.prompt_ids,
+                token_ids=output,
+                logprobs=tuple(seq.logprobs),
+                logprobs_raw=tuple(seq.logprobs_raw),
+                finish_reason=reason,
+                weight_version=self._weights.version if seq.weight_version is None else seq.weight_version,
+                text=text,
+                error=error,
+            )
+        )
+
+    def _run(self, ids: Seq[int], results: dict[int, list[Completion]]) -> None:
+        """Step until these requests are done. Completions of others are kept; after an exception nothing of these is left."""
+        others: list[Completion] = []
+        try:
+            while any(i in self._alive or i in self._jobs for i in ids) or self._finished:
+                for completion in self.step():
+                    results.get(completion.request_id, others).append(completion)
+        finally:
+            for i in ids:
+                if i in self._alive or i in self._jobs:
+                    self.abort(i)
+            self._finished = others + [c for c in self._finished if c.request_id not in results]
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """One drawn token of `seq`, which forks from `leader` where that is another."""
+
+    seq: Sequence
+    leader: Sequence
+    token_id: int
+    logprob: float
+    logprob_raw: float
+
+
+def _draw_of(seq: Sequence) -> sampler.Draw:
+    sampling = seq.request.sampling
+    suppressed = seq.stop_ids if seq.num_output < sampling.min_new_tokens else frozenset()
+    return sampler.Draw(sampling, seq.request.key, seq.sample_index, seq.tokens, seq.num_prompt, suppressed)
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+    found = known.get(dtype) if isinstance(dtype, str) else dtype
+    if found not in known.values():
+        raise ValueError(f"dtype={dtype!r}; allowed: {', '.join(known)}")
+    return found
