@@ -1,4 +1,4 @@
-"""One JSON object a line, flushed line by line: metrics.jsonl and completions.jsonl. Every line is JSON as the standard has it."""
+"""One JSON object a line, flushed line by line: metrics.jsonl and completions.jsonl. Every line is strict JSON."""
 
 from __future__ import annotations
 
