@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recipes import data as made_data
 from recipes import launch
-from recipes.settings import MADE, SettingsError, load_settings
+from recipes.data import make_all
+from recipes.settings import SettingsError, load_settings
 from trainers.config import RunConfig
 
 
@@ -56,14 +56,7 @@ def prepare(config: RunConfig, stop: Callable[[], bool]) -> RunConfig | None:
 def with_paths(config: RunConfig) -> RunConfig:
     """The config with made data and trained models as paths; the data is made if missing."""
     out = Path(config.output_dir)
-    update: dict[str, Any] = {}
-    files = {
-        name: str(made_data.make(source.removeprefix(MADE), out / "data"))
-        for name in ("train", "eval")
-        if (source := getattr(config.data, name)) is not None and source.startswith(MADE)
-    }
-    if files:
-        update["data"] = config.data.model_copy(update=files)
+    update: dict[str, Any] = {"data": make_all(config.data, out / "data")}
     if config.model.recipe is not None:
         update["model"] = config.model.model_copy(update={"path": str(out / "start" / "model"), "recipe": None})
     teacher = getattr(config, "teacher", None)

@@ -20,7 +20,6 @@ from pydantic import BaseModel, ValidationError
 from trainers.config import CONFIGS, FrozenTeacher, RunConfig
 
 RECIPES = Path(__file__).parent  # recipes shipped with the package resolve by name from here
-MADE = "made:"  # data.train: made:NAME/SPLIT, see recipes/data
 
 
 class SettingsError(ValueError):
@@ -127,22 +126,30 @@ def load_settings(name: str, overrides: Sequence[str] = (), *, fixed: Mapping[st
         raw = set_key(raw, keys, value)
     for key, value in fixed.items():
         raw = set_key(raw, key.split("."), value)
-    raw.setdefault("output_dir", f"runs/{path.stem}")
+    return _fill(validate({"output_dir": f"runs/{path.stem}"} | raw, path), path.parent)
+
+
+def read_config(path: Path) -> RunConfig:
+    """The resolved config that a run wrote into its folder. Raises SettingsError, FileNotFoundError."""
+    return validate(read_yaml(path), path)
+
+
+def validate(raw: Mapping[str, Any], path: Path) -> RunConfig:
+    """The config of the algorithm that `recipe:` names. Raises SettingsError with a line per problem."""
     kind = raw.get("recipe")
     if kind not in CONFIGS:
         given = "no `recipe:` key" if kind is None else f"recipe: {kind!r}"
         raise SettingsError(f"{path}: {given}; allowed: {', '.join(CONFIGS)}")
     cls = CONFIGS[kind]
     try:
-        config = cls.model_validate(raw)
+        return cls.model_validate(raw)
     except ValidationError as error:
         raise SettingsError(*(f"{path}: {line}" for line in explain(error, cls))) from None
-    return _fill(config, path.parent)
 
 
 def _fill(config: RunConfig, folder: Path) -> RunConfig:
-    """Resolve relative paths against the working directory, then the recipe's folder; end a decay at max_steps; seed a fresh
-    model by the run's seed where the recipe gives it none."""
+    """Resolve relative paths against the working directory, then the recipe's folder; seed a fresh model by the run's seed
+    where the recipe gives it none."""
 
     def near(value: str | None) -> str | None:
         if value is None or Path(value).exists() or not (folder / value).exists():
@@ -163,14 +170,6 @@ def _fill(config: RunConfig, folder: Path) -> RunConfig:
     teacher = getattr(config, "teacher", None)
     if isinstance(teacher, FrozenTeacher):
         update["teacher"] = located(teacher, "path")
-    optimizer = config.engine.optimizer
-    if optimizer.schedule != "constant" and optimizer.total_steps is None:
-        if optimizer.warmup_steps > config.max_steps:
-            raise SettingsError(
-                f"engine.optimizer.warmup_steps={optimizer.warmup_steps} > max_steps={config.max_steps}; lower warmup_steps"
-            )
-        optimizer = optimizer.model_copy(update={"total_steps": config.max_steps})
-        update["engine"] = config.engine.model_copy(update={"optimizer": optimizer})
     return config.model_copy(update=update)
 
 

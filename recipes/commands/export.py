@@ -1,10 +1,51 @@
-from typing import Any
+"""`hybrid export`: a checkpoint of a run as a Hugging Face folder."""
+
+from __future__ import annotations
+
 import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+EXAMPLES = """\
+example:
+  hybrid export runs/demo/checkpoints/step_100 models/demo_100 --dtype bfloat16
+
+The finished model of a run is in RUN_DIR/model already. On several ranks: torchrun --nproc_per_node N -m recipes.cli export ...
+"""
 
 
 def add_parser(subparsers: Any) -> argparse.ArgumentParser:
-    return subparsers.add_parser("export")
+    parser = subparsers.add_parser(
+        "export",
+        help="a checkpoint as a Hugging Face folder",
+        description="Write the weights of a checkpoint as a Hugging Face folder that AutoModel and AutoTokenizer load.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("checkpoint", metavar="RUN_DIR/checkpoints/step_N", type=Path)
+    parser.add_argument("folder", metavar="DIR", type=Path, help="where the Hugging Face folder goes")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="default: the run's compute dtype")
+    return parser
 
 
 def run(args: argparse.Namespace) -> int:
-    raise SystemExit("not yet")
+    from recipes import launch
+    from recipes.settings import read_config
+
+    checkpoint: Path = args.checkpoint.resolve()
+    if not re.fullmatch(r"step_\d+", checkpoint.name) or not (checkpoint / "state.json").is_file():
+        raise ValueError(f"{args.checkpoint}: no checkpoint; allowed: RUN_DIR/checkpoints/step_N")
+    run_dir = checkpoint.parents[1]
+    config = read_config(run_dir / "config.yaml")
+    start = run_dir / "init" if config.model.path is None else config.model.path
+
+    from hybrid.engine import HybridEngine
+
+    engine = HybridEngine.from_pretrained(start, config.engine, tokenizer=config.model.tokenizer)
+    engine.load(checkpoint)
+    engine.save_pretrained(args.folder, dtype=args.dtype)
+    engine.close()
+    if launch.is_main_rank():
+        print(f"{checkpoint.name} of {run_dir} is in {args.folder}")
+    return 0

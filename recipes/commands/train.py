@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from recipes import launch
+from recipes.preflight import check, check_files
 from recipes.settings import SettingsError, load_settings
 from trainers.config import RunConfig
 
@@ -50,9 +51,8 @@ def run(args: argparse.Namespace) -> int:
     if args.print:
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True), end="")
     if args.check:
-        from recipes.preflight import check
-
-        print("\n".join(check(config)), file=sys.stderr)
+        for line in check(config):
+            print(line, file=sys.stderr)
     if args.print or args.check:
         return 0
     if args.nproc is not None:
@@ -61,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
         if launch.is_rank():
             raise SettingsError("--nproc inside of torchrun or accelerate launch; give the number of ranks to one of them")
         if args.nproc > 1:
+            check_files(config)  # so that one process says what is wrong, and no rank starts
             return launch.run_ranks(["train", args.config, *args.overrides], args.nproc)
     return train(config, stop=launch.StopSignal())
 

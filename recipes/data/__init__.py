@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.data import addition, short_questions, word_arithmetic
+from trainers.config import DataConfig
 
 Row = dict[str, Any]
 MAKERS: dict[str, Callable[[], Iterator[Row]]] = {
@@ -26,17 +27,26 @@ MAKERS: dict[str, Callable[[], Iterator[Row]]] = {
 }
 
 
-def check_name(name: str) -> None:
-    """Raises ValueError for an unknown data set, naming the nearest."""
+PREFIX = "made:"
+
+
+def made_name(source: str | None) -> str | None:
+    """`addition/train` for `made:addition/train`, None for any other source. Raises ValueError for an unknown data set."""
+    if source is None or not source.startswith(PREFIX):
+        return None
+    name = source.removeprefix(PREFIX)
     if name not in MAKERS:
         near = difflib.get_close_matches(name, MAKERS, 1, 0.0)
         raise ValueError(f"data: made:{name} is not known; the nearest is made:{near[0]}")
+    return name
 
 
-def make(name: str, folder: Path) -> Path:
-    """Write data set `name` into `folder`, unless it is there, and return its path. Several ranks may do so at once: each
-    writes the same bytes to a file of its own and renames it."""
-    check_name(name)
+def make(source: str | None, folder: Path) -> str | None:
+    """The path of a made data set, written into `folder` unless it is there; any other source as it is. Several ranks may do
+    so at once: each writes the same bytes to a file of its own and renames it."""
+    name = made_name(source)
+    if name is None:
+        return source
     path = folder / f"{name.replace('/', '-')}.jsonl"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -44,4 +54,9 @@ def make(name: str, folder: Path) -> Path:
         with temporary.open("w", encoding="utf-8") as file:
             file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in MAKERS[name]())
         temporary.replace(path)
-    return path
+    return str(path)
+
+
+def make_all(data: DataConfig, folder: Path) -> DataConfig:
+    """The config with its made data sets as files in `folder`."""
+    return data.model_copy(update={"train": make(data.train, folder), "eval": make(data.eval, folder)})

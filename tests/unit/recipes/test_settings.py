@@ -133,12 +133,10 @@ def test_a_missing_recipe_names_the_nearest_shipped_one():
         find_recipe("recipes/opsd/dem.yaml")
 
 
-def test_a_decay_ends_at_max_steps_and_a_fresh_model_takes_the_runs_seed(write):
-    name = write("recipe: sft\nmax_steps: 9\ndata: {train: x.jsonl}\nmodel: {new: {architecture: qwen3, characters: ab}}")
-    config = load_settings(name, ["engine.optimizer.schedule=linear", "seed=5"])
-    assert (config.engine.optimizer.total_steps, config.model.new.seed) == (9, 5)
-    config = load_settings(name, ["model.new.seed=0", "seed=5"])
-    assert (config.engine.optimizer.total_steps, config.model.new.seed) == (None, 0)
+def test_a_fresh_model_takes_the_runs_seed_unless_it_has_one(write):
+    name = write("recipe: sft\ndata: {train: x.jsonl}\nmodel: {new: {architecture: qwen3, characters: ab}}")
+    assert load_settings(name, ["seed=5"]).model.new.seed == 5
+    assert load_settings(name, ["model.new.seed=0", "seed=5"]).model.new.seed == 0
 
 
 def test_a_teacher_is_frozen_unless_it_says_otherwise(write):

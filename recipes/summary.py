@@ -1,0 +1,40 @@
+"""What a finished run has to show: scores before and after, the teacher's, and where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from recipes.commands.plot import plot, read_metrics
+from trainers.config import RunConfig
+
+
+def print_summary(config: RunConfig) -> None:
+    """Draw the plots (where matplotlib is installed) and print the lines."""
+    for line in summary(config):
+        print(line, flush=True)
+
+
+def summary(config: RunConfig) -> Iterator[str]:
+    run_dir = Path(config.output_dir)
+    scores = eval_rewards(run_dir)
+    reward = config.eval.reward
+    teacher = run_dir / "teacher"
+    if (teacher / "metrics.jsonl").is_file() and (of_teacher := eval_rewards(teacher)):
+        yield f"teacher   {of_teacher[-1]:.1%} {reward} on held-out prompts   {teacher / 'model'}"
+    if scores:
+        before = f"{scores[0]:.1%} -> " if len(scores) > 1 else ""
+        yield f"{'student' if hasattr(config, 'teacher') else 'model'}   {before}{scores[-1]:.1%} {reward} on held-out prompts"
+    yield f"model     {run_dir / 'model'} (a Hugging Face folder)"
+    yield f"metrics   {run_dir / 'metrics.jsonl'}"
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        yield "plots     need matplotlib: pip install matplotlib, then hybrid plot " + str(run_dir)
+    else:
+        yield f"plots     {', '.join(str(path) for path in plot(run_dir))}"
+
+
+def eval_rewards(run_dir: Path) -> list[float]:
+    """The rewards of every evaluation of a run, in order."""
+    return [r["eval_reward"] for r in read_metrics(run_dir) if r.get("eval_reward") is not None]
