@@ -191,7 +191,7 @@ class ProgressLine:
 def progress_text(record: Mapping[str, Any]) -> str:
     """`loss 0.123 | rollout 1520 tok/s | train 800 tok/s | swap 12 ms | 1.2 GB` of what the record has."""
     parts = [f"{name} {record[name]:.4g}" for name in SHOWN if record.get(name) is not None]
-    parts += [f"{name} {value:.4g}" for name, value in record.items() if name.startswith("eval/")]
+    parts += [f"{name} {value:.4g}" for name, value in record.items() if name.startswith("eval")]
     ending = "/tokens_per_second"
     parts += [f"{name.removesuffix(ending)} {value:.0f} tok/s" for name, value in record.items() if name.endswith(ending)]
     if record.get("swap_ms") is not None:
