@@ -158,7 +158,7 @@ class HybridEngine:
             means["loss"] *= max(tokens, 1) / divisor
             if not math.isfinite(means["loss"]):
                 raise FloatingPointError(
-                    f"step {self.step_count}: the loss is {means['loss']}; no weight was changed; look at this step's batch"
+                    f"step {self.step_count + 1}: the loss is {means['loss']}; no weight was changed; look at this step's batch"
                 )
         return means | {"tokens": float(tokens)}
 
@@ -198,7 +198,7 @@ class HybridEngine:
         parameters = self.model.parameters()
         with self._dropping_gradients_on_error():
             norms = optim.squared_norms(parameters, self.mesh.shard_group)
-            norm = optim.require_finite(norms, self.step_count)
+            norm = optim.require_finite(norms, self.step_count + 1)
         optim.clip(parameters, norm, self.config.optimizer.max_grad_norm)
         lr = self.optimizer.param_groups[0]["lr"]
         sharding.reshard(self.model.module)  # stages 1 and 2 kept the old weights gathered
