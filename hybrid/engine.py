@@ -79,6 +79,11 @@ class HybridEngine:
         return self.lr_scheduler.step_count
 
     @property
+    def max_model_len(self) -> int:
+        """Prompt and new tokens of one request, at most."""
+        return self.config.rollout.engine.max_model_len or self.model.spec.max_position_embeddings
+
+    @property
     def ledger(self) -> Swap | None:
         """The last stay in generation."""
         return self._generation.ledger[-1] if self._generation.ledger else None
@@ -195,13 +200,12 @@ class HybridEngine:
 
         Raises FloatingPointError on every rank, before any weight changes, naming the step and the gradients that are not finite.
         """
-        parameters = self.model.parameters()
+        parameters = self.model.parameters()  # and frees the weights that stages 1 and 2 kept
         with self._dropping_gradients_on_error():
             norms = optim.squared_norms(parameters, self.mesh.shard_group)
             norm = optim.require_finite(norms, self.step_count + 1)
         optim.clip(parameters, norm, self.config.optimizer.max_grad_norm)
         lr = self.optimizer.param_groups[0]["lr"]
-        sharding.reshard(self.model.module)  # stages 1 and 2 kept the old weights gathered
         self.optimizer.step()
         self.lr_scheduler.step()
         self.optimizer.zero_grad()
@@ -238,7 +242,6 @@ class HybridEngine:
         self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, *, ema: Mapping[str, Tensor] | None = None
     ) -> None:
         """A sharded checkpoint of weights, optimizer, schedule, random states and `extra` (JSON)."""
-        sharding.reshard(self.model.module)
         save_checkpoint(
             path,
             model=self.model.parameters(),
@@ -251,7 +254,6 @@ class HybridEngine:
     def load(self, path: str | os.PathLike[str], *, ema: Mapping[str, Tensor] | None = None, seed: int = 0) -> dict[str, Any]:
         """Fill everything from a checkpoint, at any rank count; returns its `extra`. `seed` is used where the random states
         cannot be restored (another rank count)."""
-        sharding.reshard(self.model.module)
         loaded = load_checkpoint(
             path,
             model=self.model.parameters(),
@@ -266,7 +268,6 @@ class HybridEngine:
     def save_pretrained(self, path: str | os.PathLike[str], dtype: str | None = None) -> None:
         """A HF folder that the model's own auto class loads, in `dtype` (None: the compute dtype). What text never runs (a
         vision tower) is copied from the source folder bit for bit."""
-        sharding.reshard(self.model.module)
         model = self.model
         towers = model.spec.ignored_prefixes if model.path else ()
         save_pretrained(
