@@ -43,7 +43,7 @@ class Certificate:
         return self.mean <= self.mean_bound and (not self.every_token or self.max <= self.bound)
 
     def metrics(self) -> dict[str, float]:
-        return {"certificate/mean": self.mean, "certificate/max": self.max, "certificate/beyond": self.beyond}
+        return {"certificate_mean": self.mean, "certificate_max": self.max, "certificate_beyond": self.beyond}
 
     def __str__(self) -> str:
         return (
@@ -92,11 +92,12 @@ def certify(
     )
 
 
-def enforce(certificate: Certificate, config: CertificateConfig, step: int) -> None:
-    """Raises CertificateError if it does not hold and the config says stop; else warns. The same on every rank."""
+def enforce(certificate: Certificate, config: CertificateConfig, step: int, *, rank: int = 0) -> None:
+    """Raises CertificateError if it does not hold and the config says stop, on every rank; else rank 0 warns."""
     if certificate.holds:
         return
     message = f"step {step}: the parity certificate fails: {certificate}"
     if config.action == "stop":
         raise CertificateError(f"{message}; look for a numerics fault, or set certificate.action=warn")
-    logger.warning(message)
+    if rank == 0:
+        logger.warning(message)

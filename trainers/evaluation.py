@@ -26,7 +26,7 @@ class Evaluation:
     samples: tuple[Rollout, ...]
 
     def metrics(self) -> dict[str, float]:
-        return {"eval/reward": self.reward, "eval/length": self.length, "eval/truncated": self.truncated}
+        return {"eval_reward": self.reward, "eval_length": self.length, "eval_truncated": self.truncated}
 
 
 class Evaluator:

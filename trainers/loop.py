@@ -30,6 +30,7 @@ from trainers.data.prompts import PromptSet, load_prompts
 from trainers.evaluation import Evaluator, table_rows
 from trainers.losses.reductions import denominator, target_weights
 from trainers.opsd import OPSD
+from trainers.rollout import require_room
 from trainers.run_folder import open_run, starting_model
 from trainers.scoring import open_teacher
 from trainers.sft import SFT
@@ -125,7 +126,9 @@ class Run:
         data = self._load_data(held_out=False)
         self.evaluator = None
         if config.data.eval is not None:
-            self.evaluator = Evaluator(config.eval, self._load_data(held_out=True).prompts)
+            held_out = self._load_data(held_out=True)
+            require_room(held_out.prompts, config.eval.max_new_tokens, engine.max_model_len)
+            self.evaluator = Evaluator(config.eval, held_out.prompts)
         self.algorithm = open_algorithm(config, engine, start)
         self.algorithm.check(data.prompts)
         rng.seed_all(config.seed, engine.rank)
@@ -139,8 +142,8 @@ class Run:
         )
         self.monitor.truncate(self.step if state else -1)
         self.certified = False
-        if checkpoint:
-            logger.info("going on from %s", checkpoint)
+        if checkpoint and engine.rank == 0:
+            logger.info("going on from %s, after step %d", checkpoint, self.step)
 
     def close(self) -> None:
         self.monitor.close()
@@ -222,7 +225,7 @@ class Run:
             compute_dtype=self.config.engine.compute_dtype,
             micro_batch_tokens=self.config.train.micro_batch_tokens,
         )
-        enforce(certificate, self.config.certificate, step)
+        enforce(certificate, self.config.certificate, step, rank=self.engine.rank)
         self.certified = True
         return certificate.metrics()
 
@@ -244,7 +247,11 @@ class Run:
 
     def _load_data(self, *, held_out: bool) -> PromptSet:
         eos = min(self.engine.model.eos_token_ids, default=None) if self.engine.tokenizer.eos_token_id is None else None
-        return load_prompts(self.config.data, self.engine.tokenizer, held_out=held_out, eos_token_id=eos)
+        found = load_prompts(self.config.data, self.engine.tokenizer, held_out=held_out, eos_token_id=eos)
+        if self.engine.rank == 0:
+            dropped = found.num_rows - len(found)
+            logger.log(logging.WARNING if dropped else logging.INFO, "%s data: %s", "held-out" if held_out else "training", found)
+        return found
 
     @property
     def _average(self) -> ShardedModel | None:

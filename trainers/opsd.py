@@ -16,7 +16,7 @@ from hybrid.loss_head import TokenLoss
 from trainers.config import OPSDConfig
 from trainers.data.order import DrawnPrompt, coin
 from trainers.losses import divergence_token_loss
-from trainers.rollout import given_rollouts, sample_rollouts
+from trainers.rollout import given_rollouts, require_room, sample_rollouts
 from trainers.scoring import TeacherScorer
 from trainers.types import Prompt, Rollout
 
@@ -33,13 +33,14 @@ class OPSD:
         self.temperature = config.rollout.sampling.temperature
         self.reduction, self.constant_length = config.loss.reduction, config.loss.constant_length
         self.sampling = config.rollout.sampling.params(num_samples=config.rollout.samples_per_prompt, seed=config.seed)
-        if config.loss.divergence == "sampled_token" and config.rollout.sampling.truncates:
+        if config.loss.divergence == "sampled_token" and config.rollout.sampling.truncates and engine.rank == 0:
             logger.warning(
                 "loss.divergence=sampled_token with truncated or penalised sampling: its gradient is the reverse KL's only for "
                 "tokens drawn from softmax(z / temperature); set top_k=0, top_p=1, min_p=0, min_new_tokens=0 and no penalties"
             )
 
     def check(self, prompts: Sequence[Prompt]) -> None:
+        require_room(prompts, self.sampling.max_new_tokens, self.engine.max_model_len)
         for prompt in prompts:
             if self.config.teacher.kind == "self" and prompt.privileged_ids is None:
                 raise ValueError(
@@ -51,7 +52,7 @@ class OPSD:
 
     def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
         if coin(self.config.seed, step, self.config.rollout.given_fraction):
-            return given_rollouts(prompts, self.engine.tokenizer, self.engine.weight_version)
+            return given_rollouts(prompts, self.engine.weight_version)
         return sample_rollouts(self.engine, prompts, self.sampling)
 
     @contextmanager

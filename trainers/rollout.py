@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from inference_v2.types import Completion, SamplingParams
 from trainers.data.order import DrawnPrompt
-from trainers.types import Rollout, Span
+from trainers.types import Prompt, Rollout, Span
 
 
 class Generator(Protocol):
@@ -29,7 +29,17 @@ def sample_rollouts(generator: Generator, prompts: Sequence[DrawnPrompt], sampli
     return [_from_policy(drawn, c) for drawn, samples in zip(prompts, completions, strict=True) for c in samples]
 
 
-def given_rollouts(prompts: Sequence[DrawnPrompt], tokenizer: Any, weight_version: int) -> list[Rollout]:
+def require_room(prompts: Sequence[Prompt], max_new_tokens: int, max_model_len: int) -> None:
+    """Raises ValueError naming the longest row, before the first step, if it leaves no room for `max_new_tokens`."""
+    longest = max(prompts, key=lambda p: len(p.ids))
+    if len(longest.ids) + max_new_tokens > max_model_len:
+        raise ValueError(
+            f"data: row {longest.index} has {len(longest.ids)} prompt tokens, and max_new_tokens={max_new_tokens}; allowed: "
+            f"{max_model_len} in all; lower data.max_prompt_tokens or max_new_tokens, or set engine.rollout.engine.max_model_len"
+        )
+
+
+def given_rollouts(prompts: Sequence[DrawnPrompt], weight_version: int) -> list[Rollout]:
     """The data's own responses as rollouts, one per prompt. Raises ValueError naming a row without a response."""
     rollouts = []
     for drawn in prompts:
@@ -47,7 +57,7 @@ def given_rollouts(prompts: Sequence[DrawnPrompt], tokenizer: Any, weight_versio
                 logprobs_raw=(0.0,) * count,
                 finish_reason="stop",
                 weight_version=weight_version,
-                text=tokenizer.decode(prompt.response_ids, skip_special_tokens=True),
+                text=prompt.response or "",
             )
         )
     return rollouts

@@ -33,7 +33,7 @@ class SFT:
                 raise ValueError(f"data: row {prompt.index} has no response to train on; fill data.response_column")
 
     def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
-        return given_rollouts(prompts, self.engine.tokenizer, self.engine.weight_version)
+        return given_rollouts(prompts, self.engine.weight_version)
 
     @contextmanager
     def token_loss(self) -> Iterator[TokenLoss]:

@@ -24,12 +24,12 @@ def rollout_statistics(rollouts: Sequence[Rollout], mesh: Mesh) -> dict[str, flo
     count, tokens, truncated, sampled, logprob, logprob_raw = mesh.sum(local)
     longest, minus_shortest = mesh.max([max(lengths, default=0), -min(lengths, default=2**31)])
     statistics = {
-        "response/length_min": -minus_shortest,
-        "response/length_mean": tokens / count,
-        "response/length_max": longest,
-        "response/truncated": truncated / count,
-        "response/sampled": sampled / max(tokens, 1.0),
+        "response_length_min": -minus_shortest,
+        "response_length_mean": tokens / count,
+        "response_length_max": longest,
+        "truncated": truncated / count,
+        "sampled": sampled / max(tokens, 1.0),
     }
     if sampled:
-        statistics |= {"rollout/logprob": logprob / sampled, "rollout/logprob_raw": logprob_raw / sampled}
+        statistics |= {"rollout_logprob": logprob / sampled, "rollout_logprob_raw": logprob_raw / sampled}
     return statistics

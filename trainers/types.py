@@ -17,7 +17,8 @@ class Prompt:
     text: str  # as shown in the completions table
     answer: str | None = None
     privileged_ids: tuple[int, ...] | None = None  # the teacher's prompt, built by the privileged template
-    response_ids: tuple[int, ...] | None = None  # a given response, its end-of-sequence token included
+    response: str | None = None  # a given response, as shown in the completions table
+    response_ids: tuple[int, ...] | None = None  # the same, its end-of-sequence token included
 
 
 @dataclass(frozen=True, slots=True)

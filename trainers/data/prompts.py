@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,24 @@ from trainers.data.sources import load_rows
 from trainers.data.templates import Content, PromptEncoder, read_content
 from trainers.types import Prompt
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True)
 class PromptSet:
     """The prompts of one data set that fit, and how many did not."""
 
     prompts: tuple[Prompt, ...]
+    num_rows: int
     num_long_prompts: int  # dropped: the prompt, or its privileged form, is longer than data.max_prompt_tokens
     num_long_responses: int  # dropped: the given response is longer than data.max_response_tokens
 
     def __len__(self) -> int:
         return len(self.prompts)
+
+    def __str__(self) -> str:
+        return (
+            f"{len(self)} of {self.num_rows} rows; dropped: {self.num_long_prompts} prompts over data.max_prompt_tokens, "
+            f"{self.num_long_responses} responses over data.max_response_tokens"
+        )
 
 
 def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, eos_token_id: int | None = None) -> PromptSet:
@@ -53,18 +57,10 @@ def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, 
             long_responses += 1
         else:
             prompts.append(prompt)
-    if long_prompts or long_responses:
-        logger.warning(
-            "%s: dropped %d of %d rows whose prompt is longer than data.max_prompt_tokens=%d, and %d whose response is longer "
-            "than data.max_response_tokens=%s",
-            source, long_prompts, len(rows), config.max_prompt_tokens, long_responses, config.max_response_tokens,
-        )  # fmt: skip
+    found = PromptSet(tuple(prompts), len(rows), long_prompts, long_responses)
     if not prompts:
-        raise ValueError(
-            f"data: {source}: all {len(rows)} rows are too long ({long_prompts} prompts over data.max_prompt_tokens="
-            f"{config.max_prompt_tokens}, {long_responses} responses over data.max_response_tokens={config.max_response_tokens})"
-        )
-    return PromptSet(tuple(prompts), long_prompts, long_responses)
+        raise ValueError(f"data: {source}: nothing is left: {found}; raise the limits")
+    return found
 
 
 def _read_row(index: int, row: Mapping[str, Any], config: DataConfig, encoder: PromptEncoder) -> Prompt:
@@ -91,6 +87,7 @@ def _read_row(index: int, row: Mapping[str, Any], config: DataConfig, encoder: P
         text=_shown(content),
         answer=answer,
         privileged_ids=encoder.privileged(content, privileged, answer) if _has_context(privileged, config) else None,
+        response=response,
         response_ids=None if response is None else encoder.response(response),
     )
 
