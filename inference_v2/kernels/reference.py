@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-QUERY_ROWS = 8  # rows (query tokens x heads that share a kv head) of one attention tile, at least one token
-KEY_TILE = 64  # keys of one attention tile
+QUERY_ROWS = 16  # rows (query tokens x heads that share a kv head) of one attention tile, at least one token
+KEY_TILE = 128  # keys of one attention tile
 TILE_ELEMENTS = 1 << 22  # fp32 elements of gathered keys held at once (16 MiB, the values again as much)
 FAR = -1e30  # running maximum before any key was seen: finite, so that FAR - FAR is 0 and not NaN
 
@@ -150,17 +150,26 @@ def _attend(
             visible &= keys[:, None] > row_positions[:n] - window
         blocks = block_tables[tiles.requests[:n, None], (keys // block_size).clamp(max=block_tables.shape[1] - 1)]
         slots = blocks * block_size + keys % block_size
-        k = k_pool.flatten(0, 1)[slots].permute(0, 2, 3, 1).float()  # [n, Hk, D, KEY_TILE]
-        v = v_pool.flatten(0, 1)[slots].permute(0, 2, 1, 3).float()  # [n, Hk, KEY_TILE, D]
-        v = v.masked_fill(~visible.any(1)[:, None, :, None], 0.0)  # 0 * NaN is NaN: unseen values must go, not only their weight
-        scores = torch.bmm(rows[:n].flatten(0, 1), k.flatten(0, 1)).unflatten(0, (n, -1)) * scale
+        seen = visible.any(1)  # [n, KEY_TILE]
+        k, v = _gather(k_pool, slots, seen), _gather(v_pool, slots, seen)
+        scores = torch.bmm(rows[:n].flatten(0, 1), k.transpose(1, 2)).unflatten(0, (n, -1)) * scale
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        scores = scores.masked_fill(~visible[:, None], float("-inf"))
+        scores += torch.zeros(visible.shape, device=rows.device).masked_fill_(~visible, float("-inf"))[:, None]
         new_peak = torch.maximum(peak[:n], scores.amax(-1))
         weights = torch.exp(scores - new_peak.unsqueeze(-1))
         shrink = torch.exp(peak[:n] - new_peak)
         mass[:n] = mass[:n] * shrink + weights.sum(-1)
-        total[:n] = total[:n] * shrink.unsqueeze(-1) + torch.bmm(weights.flatten(0, 1), v.flatten(0, 1)).unflatten(0, (n, -1))
+        total[:n] = total[:n] * shrink.unsqueeze(-1) + torch.bmm(weights.flatten(0, 1), v).unflatten(0, (n, -1))
         peak[:n] = new_peak
     return total / mass.unsqueeze(-1)
+
+
+def _gather(pool: Tensor, slots: Tensor, seen: Tensor) -> Tensor:
+    """pool [blocks, block_size, Hk, D], slots and seen [n, keys] -> [n * Hk, keys, D] fp32, zero where not seen: a masked key
+    has weight 0, and 0 times the NaN of an unwritten slot would be NaN. Hence a mask over bits, not over values."""
+    bits = {2: torch.int16, 4: torch.int32}[pool.dtype.itemsize]
+    found = pool.flatten(0, 1).flatten(1).index_select(0, slots.flatten())  # [n * keys, Hk * D]
+    found.view(bits).bitwise_and_(-seen.flatten().to(bits).unsqueeze(1))  # -1 has all bits set
+    heads = found.view(*slots.shape, *pool.shape[2:]).transpose(1, 2)  # [n, Hk, keys, D]
+    return heads.to(torch.float32, memory_format=torch.contiguous_format).flatten(0, 1)
