@@ -5,42 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from inference_v2 import sampler
 from inference_v2.admission import Door
-from inference_v2.batch import Batch, build_batch
 from inference_v2.blocks import Blocks
-from inference_v2.cache import KVCache, pool_sizes
+from inference_v2.cache import pool_sizes
 from inference_v2.config import EngineConfig
-from inference_v2.head import Head
 from inference_v2.kernels import get_kernels
 from inference_v2.models.decoder import Decoder
-from inference_v2.models.spec import DecoderSpec
 from inference_v2.rope import RopeTable
+from inference_v2.runner import DecoderLike, DrawnToken, Runner
 from inference_v2.scheduler import Plan, Scheduler
 from inference_v2.scoring import Scored, ScoreJob
 from inference_v2.sequence import Sequence
 from inference_v2.stopping import StopText, Tokenizer
 from inference_v2.types import Completion, EngineStats, FinishReason, Request, SamplingParams
 from inference_v2.weights import FusedWeights, ModelWeights
-
-LOGIT_BYTES = 64 * 2**20  # logits that exist at once
-
-
-class DecoderLike(Protocol):
-    """models.decoder.Decoder, or another with the same forward."""
-
-    @property
-    def spec(self) -> DecoderSpec: ...
-
-    def forward(self, batch: Batch, cache: KVCache, weights: ModelWeights, read: Any) -> Any: ...
 
 
 class InferenceEngine:
@@ -69,7 +53,7 @@ class InferenceEngine:
         self.dtype = dtype
         spec = decoder.spec
         self.max_model_len = config.max_model_len or spec.max_position_embeddings
-        self._num_blocks = pool_sizes(
+        num_blocks = pool_sizes(
             spec,
             config.block_size,
             dtype,
@@ -78,8 +62,9 @@ class InferenceEngine:
             cache_bytes=config.cache_bytes,
         )
         blocks = Blocks(
-            self._num_blocks, spec.windows, config.block_size, prefix_caching=config.prefix_caching, version=weights.version
+            num_blocks, spec.windows, config.block_size, prefix_caching=config.prefix_caching, version=weights.version
         )
+        self._runner = Runner(decoder, num_blocks, config.block_size, dtype, self.device, poison=config.debug_poison)
         self._scheduler = Scheduler(blocks, config.max_running, config.max_step_tokens)
         self._door = Door(
             vocab_size=spec.vocab_size,
@@ -89,13 +74,11 @@ class InferenceEngine:
             has_tokenizer=tokenizer is not None,
         )
         self._weights = weights
-        self._cache: KVCache | None = None
         self._alive: dict[int, int] = {}  # request id -> samples not finished yet
         self._finished: list[Completion] = []  # for the next step() to return
         self._jobs: dict[int, ScoreJob] = {}
         self._next_id = 0
         self._num_arrivals = 0
-        self._forwards = 0
         self._tokens_generated = 0
 
     @classmethod
@@ -156,24 +139,22 @@ class InferenceEngine:
         self._scheduler.add(leader)
         return request_id
 
-    @torch.no_grad()
     def step(self) -> list[Completion]:
         """Compute at most `max_step_tokens` tokens; returns the samples that have finished. Without work it only returns."""
         self._follow_weights()
         plan = self._scheduler.schedule()
         if plan.chunks:
-            results = self._forward(plan)
+            drawn = self._runner.run(plan, self._weights, self._jobs)
             self._scheduler.commit(plan)
-            for result in results:
-                self._take(result)
+            for token in drawn:
+                self._take(token)
             self._end_scores(plan)
         finished, self._finished = self._finished, []
         return finished
 
-    @torch.no_grad()
     def idle_step(self) -> None:
         """A forward without tokens: enters every scope of the weights, so that ranks that still decode can gather them."""
-        self._forward(Plan())
+        self._runner.run(Plan(), self._weights, self._jobs)
 
     def abort(self, request_id: int) -> bool:
         """End a request; its samples come back from the next `step` with what they have. False if it is not alive."""
@@ -192,7 +173,7 @@ class InferenceEngine:
         scheduler = self._scheduler
         counters = scheduler.counters
         return EngineStats(
-            forwards=self._forwards,
+            forwards=self._runner.num_forwards,
             prompt_tokens_prefilled=counters.prompt_tokens_prefilled,
             output_tokens_computed=counters.output_tokens_computed,
             tokens_hit=counters.tokens_hit,
@@ -259,7 +240,7 @@ class InferenceEngine:
         """Drop the KV pool and all that is cached; what runs is recomputed in a new pool."""
         self._scheduler.restart(self._weights.version)
         self._scheduler.blocks.forget_all()
-        self._cache = None
+        self._runner.release()
 
     # -- one step ----------------------------------------------------------------------------------------------------------
 
@@ -267,50 +248,7 @@ class InferenceEngine:
         if self._weights.version != self._scheduler.blocks.version:
             self._scheduler.restart(self._weights.version)
 
-    def _forward(self, plan: Plan) -> list[_Result]:
-        """Compute the plan's tokens and draw the next token of every sequence that catches up, its waiting forks included."""
-        if self._cache is None:
-            self._cache = KVCache(
-                self.decoder.spec,
-                self._num_blocks,
-                self.config.block_size,
-                self.dtype,
-                self.device,
-                poison=self.config.debug_poison,
-            )
-        for group, pairs in enumerate(plan.copies):
-            self._cache.copy_blocks(group, pairs)
-        batch = build_batch(plan.chunks, len(self._num_blocks), self.config.block_size, self.device)
-        self._forwards += 1
-        return self.decoder.forward(batch, self._cache, self._weights, lambda hidden, head: self._read(plan, hidden, head))
-
-    def _read(self, plan: Plan, hidden: Tensor, head: Head) -> list[_Result]:
-        """hidden [S, H], in the order of the chunks' wanted positions."""
-        rows_at_once = max(1, LOGIT_BYTES // (4 * head.vocab_size))
-        rows: list[int] = []
-        pairs: list[tuple[Sequence, Sequence]] = []  # (sample, the sequence it forks from, or itself)
-        at = 0
-        for chunk in plan.chunks:
-            count = len(chunk.wanted)
-            if chunk.seq.score_start is not None:
-                self._jobs[chunk.seq.request_id].read(chunk, hidden[at : at + count], head, rows_at_once)
-            elif count:
-                alike = (*chunk.seq.forks, chunk.seq)  # forks first: they start from blocks that the leader may give up
-                pairs += [(seq, chunk.seq) for seq in alike]
-                rows += [at] * len(alike)
-            at += count
-        results: list[_Result] = []
-        for i in range(0, len(rows), rows_at_once):
-            part = slice(i, i + rows_at_once)
-            logits = head.logits(hidden[torch.tensor(rows[part], device=hidden.device)])
-            drawn = sampler.draw(logits, [_draw_of(seq) for seq, _ in pairs[part]])
-            results += [
-                _Result(*pair, *values)
-                for pair, values in zip(pairs[part], zip(drawn.token_ids, drawn.logprobs, drawn.logprobs_raw))
-            ]
-        return results
-
-    def _take(self, result: _Result) -> None:
+    def _take(self, result: DrawnToken) -> None:
         """Append a drawn token; the sample goes on, starts as a fork, or ends."""
         seq, leader = result.seq, result.leader
         reason, text, error = self._append(result)
@@ -323,7 +261,7 @@ class InferenceEngine:
         if reason is not None:
             self._finish(seq, reason, text=text, error=error)
 
-    def _append(self, result: _Result) -> tuple[FinishReason | None, str | None, str | None]:
+    def _append(self, result: DrawnToken) -> tuple[FinishReason | None, str | None, str | None]:
         """(why the sample ends here, its text up to a stop string, its error), each None where there is none."""
         seq, sampling = result.seq, result.seq.request.sampling
         if not (math.isfinite(result.logprob) and math.isfinite(result.logprob_raw)):
@@ -392,23 +330,6 @@ class InferenceEngine:
                 if i in self._alive or i in self._jobs:
                     self.abort(i)
             self._finished = others + [c for c in self._finished if c.request_id not in results]
-
-
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """One drawn token of `seq`, which forks from `leader` where that is another."""
-
-    seq: Sequence
-    leader: Sequence
-    token_id: int
-    logprob: float
-    logprob_raw: float
-
-
-def _draw_of(seq: Sequence) -> sampler.Draw:
-    sampling = seq.request.sampling
-    suppressed = seq.stop_ids if seq.num_output < sampling.min_new_tokens else frozenset()
-    return sampler.Draw(sampling, seq.request.key, seq.sample_index, seq.tokens, seq.num_prompt, suppressed)
 
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:

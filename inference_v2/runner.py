@@ -1,0 +1,118 @@
+"""Carries out a planned step: block copies, one forward, and the reading of its hidden states into tokens and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from inference_v2 import sampler
+from inference_v2.batch import Batch, build_batch
+from inference_v2.cache import KVCache
+from inference_v2.head import Head
+from inference_v2.models.spec import DecoderSpec
+from inference_v2.scheduler import Plan
+from inference_v2.scoring import ScoreJob
+from inference_v2.sequence import Sequence
+from inference_v2.weights import ModelWeights
+
+LOGIT_BYTES = 64 * 2**20  # logits that exist at once
+
+
+class DecoderLike(Protocol):
+    """models.decoder.Decoder, or another with the same forward."""
+
+    @property
+    def spec(self) -> DecoderSpec: ...
+
+    def forward(self, batch: Batch, cache: KVCache, weights: ModelWeights, read: Any) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnToken:
+    """The next token of `seq`, a fork of `leader` where that is another sequence."""
+
+    seq: Sequence
+    leader: Sequence
+    token_id: int
+    logprob: float
+    logprob_raw: float
+
+
+class Runner:
+    """The decoder and its KV pool, which is allocated at the first step. `num_blocks[g]` blocks for cache group g."""
+
+    def __init__(
+        self,
+        decoder: DecoderLike,
+        num_blocks: tuple[int, ...],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        poison: bool = False,
+    ) -> None:
+        self._decoder = decoder
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._poison = poison
+        self._cache: KVCache | None = None
+        self.num_forwards = 0
+
+    @property
+    def cache_nbytes(self) -> int:
+        """Bytes of the KV pool that are allocated now."""
+        return 0 if self._cache is None else self._cache.nbytes
+
+    def release(self) -> None:
+        self._cache = None
+
+    @torch.no_grad()
+    def run(self, plan: Plan, weights: ModelWeights, jobs: Mapping[int, ScoreJob]) -> list[DrawnToken]:
+        """Compute the plan's tokens; draw the next token of every sequence that catches up and of the forks that wait for it,
+        and fill the score jobs (by request id). An empty plan enters the scopes of all weights and does nothing else."""
+        if self._cache is None:
+            self._cache = KVCache(
+                self._decoder.spec, self._num_blocks, self._block_size, self._dtype, self._device, poison=self._poison
+            )
+        for group, pairs in enumerate(plan.copies):
+            self._cache.copy_blocks(group, pairs)
+        batch = build_batch(plan.chunks, len(self._num_blocks), self._block_size, self._device)
+        self.num_forwards += 1
+        return self._decoder.forward(batch, self._cache, weights, lambda hidden, head: _read(plan, jobs, hidden, head))
+
+
+def _read(plan: Plan, jobs: Mapping[int, ScoreJob], hidden: Tensor, head: Head) -> list[DrawnToken]:
+    """hidden [S, H], in the order of the chunks' wanted positions."""
+    rows_at_once = max(1, LOGIT_BYTES // (4 * head.vocab_size))
+    rows: list[int] = []
+    pairs: list[tuple[Sequence, Sequence]] = []  # (sample, its leader)
+    at = 0
+    for chunk in plan.chunks:
+        count = len(chunk.wanted)
+        if chunk.seq.score_start is not None:
+            jobs[chunk.seq.request_id].read(chunk, hidden[at : at + count], head, rows_at_once)
+        elif count:
+            alike = (*chunk.seq.forks, chunk.seq)  # forks first: they start from blocks that the leader may give up
+            pairs += [(seq, chunk.seq) for seq in alike]
+            rows += [at] * len(alike)
+        at += count
+    drawn: list[DrawnToken] = []
+    for i in range(0, len(rows), rows_at_once):
+        part = slice(i, i + rows_at_once)
+        logits = head.logits(hidden[torch.tensor(rows[part], device=hidden.device)])
+        tokens = sampler.draw(logits, [_draw_of(seq) for seq, _ in pairs[part]])
+        columns = zip(pairs[part], tokens.token_ids, tokens.logprobs, tokens.logprobs_raw)
+        drawn += [DrawnToken(*pair, *values) for pair, *values in columns]
+    return drawn
+
+
+def _draw_of(seq: Sequence) -> sampler.Draw:
+    sampling = seq.request.sampling
+    suppressed = seq.stop_ids if seq.num_output < sampling.min_new_tokens else frozenset()
+    return sampler.Draw(sampling, seq.request.key, seq.sample_index, seq.tokens, seq.num_prompt, suppressed)
