@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from pool import Pool
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -307,11 +308,11 @@ def gradients_of(model: nn.Module, batches: list[Batch]) -> dict[str, Tensor]:
     return full
 
 
-def sharded_gradients_match(rank: int, tied: bool, dtype: torch.dtype) -> None:
+def sharded_gradients_match(tied: bool, dtype: torch.dtype) -> None:
     """On every rank: the sum over ranks of the sharded model's gradients is the unsharded model's over all batches; the last
     rank has nothing in its second micro-batch."""
     mesh = open_mesh(HybridConfig(device="cpu"))
-    world = mesh.world_size
+    rank, world = mesh.rank, mesh.world_size
     batches = [[batch_of(5 + 3 * r, 37, seed=r), batch_of(0 if r == world - 1 else 4, 37, seed=9 + r)] for r in range(world)]
     torch.manual_seed(0)
     plain, model = TinyModel(tied), TinyModel(tied)
@@ -333,7 +334,17 @@ def sharded_gradients_match(rank: int, tied: bool, dtype: torch.dtype) -> None:
         assert_near(gradient, expected[name], 2e-6 if dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+tyings = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+
+
+@tyings
+@dtypes
 def test_gradients_under_fsdp_on_one_rank(tied: bool, dtype: torch.dtype) -> None:
-    sharded_gradients_match(0, tied, dtype)
+    sharded_gradients_match(tied, dtype)
+
+
+@tyings
+@dtypes
+def test_gradients_under_fsdp_on_two_ranks(pool2: Pool, tied: bool, dtype: torch.dtype) -> None:
+    pool2.run(sharded_gradients_match, tied, dtype)
