@@ -314,12 +314,13 @@ class ShardedModel:
         )
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """DTensors by HF name."""
+        """The sharded parameters (DTensors) by HF name; frees what is gathered, which would hide them."""
+        sharding.reshard(self.module)
         return dict(self.module.named_hf_parameters())
 
     def local_shards(self) -> dict[str, Tensor]:
         """This rank's rows of every parameter by HF name, sharing memory with the model."""
-        return {name: sharding.local(p.detach()) for name, p in self.module.named_hf_parameters()}
+        return {name: sharding.local(p.detach()) for name, p in self.parameters().items()}
 
     @torch.no_grad()
     def lerp_(self, other: ShardedModel, weight: float) -> None:

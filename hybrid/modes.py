@@ -21,11 +21,11 @@ from hybrid import rng
 from hybrid.mesh import Mesh
 from hybrid.models import ShardedModel
 from hybrid.sharding import ShardedSource, gathered, reshard
-from inference_v2.engine import EngineStats, InferenceEngine
+from inference_v2.engine import InferenceEngine
 from inference_v2.kernels import get_kernels
 from inference_v2.models.decoder import Decoder
 from inference_v2.rope import RopeTable
-from inference_v2.types import Completion, Request, SamplingParams
+from inference_v2.types import Completion, EngineStats, Request, SamplingParams
 from inference_v2.weights import FusedWeights, StreamedWeights
 
 log = logging.getLogger(__name__)
@@ -75,6 +75,7 @@ class Runner:
         self._engine = engine
         self._lock_step = lock_step
         self._source = source  # None: nothing is gathered in a step
+        self._kept: list[Completion] = []  # finished while `generate` waited for others
 
     def add(self, request: Request) -> int:
         return self._engine.add(request)
@@ -94,7 +95,8 @@ class Runner:
         """Advance every running request by a step; the samples that finished."""
         if self._source is None:
             return self._engine.step()
-        return self._pass() if self._lock_step.agree(pending=self.has_work, inside=True) else []
+        kept, self._kept = self._kept, []
+        return kept + self._pass() if self._lock_step.agree(pending=self.has_work, inside=True) else kept
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: Sequence[int] | None = None
@@ -107,7 +109,7 @@ class Runner:
         found: dict[int, list[Completion]] = {i: [] for i in ids}
         while self._lock_step.agree(pending=self.has_work, inside=True):
             for completion in self._pass():
-                found[completion.request_id].append(completion)
+                found.get(completion.request_id, self._kept).append(completion)
         return [sorted(found[i], key=lambda c: c.sample_index) for i in ids]
 
     def _pass(self) -> list[Completion]:
@@ -201,6 +203,7 @@ class Generation:
                 config=config,
                 eos_token_ids=model.eos_token_ids,
                 tokenizer=model.tokenizer,
+                vocab_limit=model.vocab_limit,
                 device=model.mesh.device,
                 dtype=self.dtype,
             )

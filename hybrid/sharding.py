@@ -55,7 +55,7 @@ def shard(
 
 
 def _shard_unit(unit: nn.Module, **options: object) -> None:
-    """One group per dtype among the parameters of `unit` that no group holds yet; the most common dtype goes with `unit` itself."""
+    """One group per dtype among the parameters of `unit` that no group holds yet; the commonest dtype goes with `unit` itself."""
     owners: dict[torch.dtype, list[nn.Module]] = {}
     sizes: dict[torch.dtype, int] = {}
     for child in unit.modules():
