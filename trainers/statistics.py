@@ -12,14 +12,14 @@ def rollout_statistics(rollouts: Sequence[Rollout], mesh: Mesh) -> dict[str, flo
     """Response lengths in tokens, the share cut by the length limit, whether the responses were sampled, and the mean log-prob of
     sampled tokens: as sampled from, and raw (at the temperature, without truncation or penalties). Collective."""
     lengths = [len(r.response_ids) for r in rollouts]
-    drawn = [(r, i - r.num_prompt) for r in rollouts for s in r.spans if s.source == "policy" for i in range(s.start, s.stop)]
+    drawn = [(r, slice(s.start - r.num_prompt, s.stop - r.num_prompt)) for r in rollouts for s in r.spans if s.source == "policy"]
     local = [
         len(lengths),
         sum(lengths),
         sum(r.finish_reason == "length" for r in rollouts),
-        len(drawn),
-        sum(r.logprobs[i] for r, i in drawn),
-        sum(r.logprobs_raw[i] for r, i in drawn),
+        sum(len(r.logprobs[cut]) for r, cut in drawn),
+        sum(sum(r.logprobs[cut]) for r, cut in drawn),
+        sum(sum(r.logprobs_raw[cut]) for r, cut in drawn),
     ]
     count, tokens, truncated, sampled, logprob, logprob_raw = mesh.sum(local)
     longest, minus_shortest = mesh.max([max(lengths, default=0), -min(lengths, default=2**31)])

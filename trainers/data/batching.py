@@ -70,20 +70,18 @@ def pack(
     logprobs_raw: list[float] = []
     on_policy: list[bool] = []
     for number, rollout in enumerate(rollouts):
-        start = len(token_ids)
+        start, prompt = len(token_ids), rollout.num_prompt
         places = counted_positions(rollout, with_prompt=with_prompt)
         sampled = {p for span in rollout.spans if span.source == "policy" for p in range(span.start, span.stop)}
         token_ids += rollout.ids
         positions += range(len(rollout.ids))
         cu_seqlens.append(len(token_ids))
-        for order, place in enumerate(places):
-            response = place - rollout.num_prompt  # < 0 inside the prompt
-            loss_index.append(start + place - 1)
-            sequence_index.append(number)
-            response_index.append(order)
-            logprobs.append(rollout.logprobs[response] if response >= 0 else 0.0)
-            logprobs_raw.append(rollout.logprobs_raw[response] if response >= 0 else 0.0)
-            on_policy.append(place in sampled)
+        loss_index += [start + p - 1 for p in places]
+        sequence_index += [number] * len(places)
+        response_index += range(len(places))
+        logprobs += [rollout.logprobs[p - prompt] if p >= prompt else 0.0 for p in places]
+        logprobs_raw += [rollout.logprobs_raw[p - prompt] if p >= prompt else 0.0 for p in places]
+        on_policy += [p in sampled for p in places]
     index = torch.tensor(loss_index, dtype=torch.long)
     tokens = torch.tensor(token_ids, dtype=torch.long)
     return Batch(

@@ -1,0 +1,170 @@
+"""Rows to prompts: templates applied once, privileged contexts, given responses, what is dropped and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tiny import EOS, character_tokenizer
+
+from trainers.config import DataConfig
+from trainers.data.prompts import load_prompts
+from trainers.data.templates import PromptEncoder, encode_text
+
+USER = {"role": "user", "content": "2+2?"}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return character_tokenizer()
+
+
+@pytest.fixture
+def load(tmp_path, tokenizer):
+    def load(*rows: dict, **settings: object):
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+        return load_prompts(DataConfig(train=str(path), **settings), tokenizer)
+
+    return load
+
+
+class WithSpecials:
+    """A tokenizer that puts bos before and eos behind every text by default, and has no template."""
+
+    bos_token_id, eos_token_id, chat_template = 1, 2, None
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
+        ids = [ord(c) for c in text if c != "\x02"] + [2] * text.count("\x02")
+        return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
+
+
+def test_text_gets_default_special_tokens_but_no_end(tokenizer):
+    assert encode_text(WithSpecials(), "ab") == (1, 97, 98)
+    assert encode_text(tokenizer, "ab") == tuple(tokenizer("ab")["input_ids"])
+
+
+def test_an_end_written_in_the_text_stays():
+    assert encode_text(WithSpecials(), "ab\x02")[-2:] == (2, 2)
+
+
+def test_messages_go_through_the_template_once_without_a_second_bos(tokenizer):
+    class Doubling(type(tokenizer)):
+        """Adds bos in __call__, as llama's does; the template writes its own."""
+
+        def __call__(self, *args, add_special_tokens=True, **kwargs):
+            encoded = super().__call__(*args, add_special_tokens=add_special_tokens, **kwargs)
+            if add_special_tokens:
+                encoded["input_ids"] = [0, *encoded["input_ids"]]
+            return encoded
+
+    doubling = Doubling(tokenizer_object=tokenizer.backend_tokenizer, eos_token="<eos>", pad_token="<pad>", unk_token="<unk>")
+    doubling.chat_template = "<pad>" + tokenizer.chat_template
+    ids = PromptEncoder(doubling, DataConfig(train="x")).prompt([USER])
+    assert ids[0] == 0
+    assert 0 not in ids[1:]
+    assert isinstance(ids, tuple)
+    assert all(isinstance(i, int) for i in ids)
+
+
+def test_chat_auto_always_never(load, tokenizer):
+    templated = tuple(tokenizer("U: 1+1\nA: ")["input_ids"])
+    assert load({"prompt": "1+1"}).prompts[0].ids == templated
+    assert load({"prompt": "1+1"}, chat="always").prompts[0].ids == templated
+    assert load({"prompt": "1+1"}, chat="never").prompts[0].ids == tuple(tokenizer("1+1")["input_ids"])
+
+
+def test_system_message_is_put_before_prompts_that_have_none(load, tokenizer):
+    given = load({"prompt": "1"}, {"prompt": [{"role": "system", "content": "x"}, USER]}, system="be brief")
+    assert [tokenizer.decode(p.ids) for p in given.prompts] == ["S: be brief\nU: 1\nA: ", "S: x\nU: 2+2?\nA: "]
+
+
+def test_privileged_text_messages_and_template(load, tokenizer):
+    """The student's and the teacher's prompt end alike: only what comes before differs (T33)."""
+    shots = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "Answer: 2"}]
+    rows = load(
+        {"prompt": "2+2?", "privileged": "Think."},
+        {"prompt": "2+2?", "privileged": shots},
+        {"prompt": [{"role": "system", "content": "s"}, USER], "privileged": shots},
+    ).prompts
+    assert [tokenizer.decode(p.privileged_ids) for p in rows] == [
+        "U: Think.\n\n2+2?\nA: ",
+        "U: 1+1?\nA: Answer: 2\nU: 2+2?\nA: ",
+        "S: s\nU: 1+1?\nA: Answer: 2\nU: 2+2?\nA: ",
+    ]
+    assert tokenizer.decode(rows[0].ids) == "U: 2+2?\nA: "
+    (row,) = load({"prompt": "2+2?", "answer": 4}, privileged_template="{prompt} It is {answer}.").prompts
+    assert tokenizer.decode(row.privileged_ids) == "U: 2+2? It is 4.\nA: "
+    assert load({"prompt": "2+2?"}).prompts[0].privileged_ids is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "row", "expected"),
+    [
+        ({"privileged_template": "{prompt.__class__}"}, {"prompt": "a"}, "allowed: prompt, privileged, answer"),
+        ({"privileged_template": "{0}"}, {"prompt": "a"}, "allowed: prompt, privileged, answer"),
+        ({"privileged_template": "{prompt"}, {"prompt": "a"}, "a literal brace is written twice"),
+        ({"privileged_template": "again: {prompt}"}, {"prompt": "a"}, "adds nothing"),
+        ({"privileged_template": "{prompt}{answer}"}, {"prompt": "a"}, "row 0 .*which this row does not have"),
+        ({"chat": "never"}, {"prompt": [USER]}, "row 0 .*messages need a chat template, but data.chat=never"),
+        ({"chat": "never", "system": "s"}, {"prompt": "a"}, "data.system needs prompts"),
+        ({}, {"question": "a"}, r"row 0 .*no column 'prompt'; given: question; did you mean data.prompt_column=question\?"),
+        ({}, {"prompt": ""}, "row 0 .*column prompt is empty"),
+        ({}, {"prompt": []}, "row 0 .*column prompt is empty"),
+        ({}, {"prompt": 3}, "row 0 .*column prompt holds int; allowed: text, or a list of messages"),
+        ({}, {"prompt": ["a"]}, "row 0 .*messages {role: text, content: text}"),
+        ({}, {"prompt": "a", "response": ["b"]}, "row 0 .*column response holds list; allowed: text"),
+        ({}, {"prompt": "a", "answer": {"b": 1}}, "row 0 .*column answer holds dict; allowed: text or a number"),
+    ],
+)
+def test_what_does_not_fit_is_one_line_naming_the_row(load, settings, row, expected):
+    with pytest.raises(ValueError, match=expected) as error:
+        load(row, **settings)
+    assert "\n" not in str(error.value)
+
+
+def test_an_empty_prompt_is_an_error_with_its_row_number(load):
+    with pytest.raises(ValueError, match="row 2"):
+        load({"prompt": "a"}, {"prompt": "b"}, {"prompt": ""})
+
+
+def test_given_responses_end_with_eos_once(load, tokenizer):
+    rows = load(
+        {"prompt": "a", "response": "bc"}, {"prompt": "a", "response": "bc<eos>"}, {"prompt": "a", "response": ""}
+    ).prompts
+    body = tuple(tokenizer("bc")["input_ids"])
+    assert [p.response_ids for p in rows] == [(*body, EOS), (*body, EOS), (EOS,)]
+
+
+def test_long_prompts_and_responses_are_dropped_with_a_count_and_never_cut(load):
+    found = load(
+        {"prompt": "aaa"},
+        {"prompt": "a" * 9},
+        {"prompt": "b", "privileged": "c" * 9},
+        {"prompt": "b", "response": "d" * 5},
+        {"prompt": "b", "response": "d" * 4},
+        chat="never",
+        max_prompt_tokens=8,
+        max_response_tokens=5,
+    )
+    assert [p.index for p in found.prompts] == [0, 4]
+    assert (found.num_rows, found.num_long_prompts, found.num_long_responses) == (5, 2, 1)
+    assert "dropped: 2 prompts" in str(found)
+    with pytest.raises(ValueError, match="nothing is left: 0 of 1 rows"):
+        load({"prompt": "aaa"}, chat="never", max_prompt_tokens=2)
+
+
+def test_a_character_outside_the_vocabulary_is_an_error(tmp_path):
+    from trainers.new_model import character_tokenizer as strict
+
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "1+1"}\n{"prompt": "1-1"}')
+    with pytest.raises(ValueError, match="row 1"):
+        load_prompts(DataConfig(train=str(path)), strict("0123456789+"))
+
+
+def test_held_out_rows_come_from_the_eval_file(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}')
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n{"prompt": "c"}')
+    config = DataConfig(train=str(tmp_path / "a.jsonl"), eval=str(tmp_path / "b.jsonl"), max_eval=1)
+    assert [p.text for p in load_prompts(config, tokenizer, held_out=True).prompts] == ["b"]

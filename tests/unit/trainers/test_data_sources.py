@@ -1,0 +1,61 @@
+"""Rows of files: values as they stand in the file, and one clear line for everything else."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainers.data.sources import load_rows
+
+
+def write(path, *lines: object) -> str:
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    return str(path)
+
+
+def test_jsonl_values_are_not_reinterpreted(tmp_path):
+    rows = [{"prompt": "when?", "answer": "2020-01-01"}, {"prompt": [{"role": "user", "content": "é"}], "answer": "007"}]
+    assert list(load_rows(write(tmp_path / "a.jsonl", *rows))) == rows
+
+
+def test_blank_lines_are_skipped_and_the_limit_counts_rows(tmp_path):
+    path = write(tmp_path / "a.jsonl", {"prompt": "a"}, "", {"prompt": "b"}, {"prompt": "c"})
+    assert [r["prompt"] for r in load_rows(path, limit=2)] == ["a", "b"]
+
+
+def test_parquet_goes_through_datasets(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    datasets.Dataset.from_list([{"prompt": "a", "answer": "1"}, {"prompt": "b", "answer": "2"}]).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    rows = load_rows(str(tmp_path / "a.parquet"), limit=1)
+    assert [dict(r) for r in rows] == [{"prompt": "a", "answer": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("missing.jsonl", None, "cannot read .*missing.jsonl: No such file"),
+        ("missing.parquet", None, "missing.parquet does not exist"),
+        ("sub/dir/name", None, "does not exist; give a .jsonl or .parquet file, or a hub name"),
+        ("a.jsonl", '{"prompt": 1}\n{"prompt"', "line 2 is not JSON"),
+        ("a.jsonl", '{"prompt": 1}\n[1]', "line 2 is a list; allowed: one JSON object a line"),
+        ("a.jsonl", "\n\n", "has no rows"),
+        ("a.parquet", "no parquet", "cannot load .*a.parquet"),
+    ],
+)
+def test_bad_files_are_one_clear_line(tmp_path, name, content, expected):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match=expected) as error:
+        load_rows(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_bytes_that_are_no_text_are_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"prompt": "\xff"}')
+    with pytest.raises(ValueError, match="not UTF-8"):
+        load_rows(str(tmp_path / "a.jsonl"))
