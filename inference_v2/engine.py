@@ -15,16 +15,13 @@ from inference_v2.admission import Door
 from inference_v2.blocks import Blocks
 from inference_v2.cache import pool_sizes
 from inference_v2.config import EngineConfig
-from inference_v2.kernels import get_kernels
-from inference_v2.models.decoder import Decoder
-from inference_v2.rope import RopeTable
 from inference_v2.runner import DecoderLike, DrawnToken, Runner
 from inference_v2.scheduler import Plan, Scheduler
 from inference_v2.scoring import Scored, ScoreJob
 from inference_v2.sequence import Sequence
 from inference_v2.stopping import StopText, Tokenizer
 from inference_v2.types import Completion, EngineStats, FinishReason, Request, SamplingParams
-from inference_v2.weights import FusedWeights, ModelWeights
+from inference_v2.weights import ModelWeights
 
 
 class InferenceEngine:
@@ -93,19 +90,17 @@ class InferenceEngine:
         trust_remote_code: bool = False,
     ) -> InferenceEngine:
         """An engine over a Hugging Face folder or hub name, weights loaded. Raises ValueError for what cannot be served."""
-        from inference_v2.loading import load_model  # the door to transformers, which takes seconds to import
+        from inference_v2.loading import load_model  # the doors to transformers, which takes seconds to import
+        from inference_v2.models.build import build_decoder
 
         config = config or EngineConfig()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
         dtype = _dtype(dtype)
         model = load_model(path, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
-        weights = FusedWeights(model.spec, dtype, device, vocab_limit=model.vocab_limit, batch_invariant=config.batch_invariant)
-        weights.refresh(model.source, version=0)
-        positions = config.max_model_len or model.spec.max_position_embeddings
-        table = RopeTable.build(model.spec.rope, positions, dtype, device)
+        decoder, weights = build_decoder(model, config, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         return cls(
-            Decoder(model.spec, get_kernels(config.kernels), table),
+            decoder,
             weights,
             config=config,
             eos_token_ids=model.eos_token_ids,

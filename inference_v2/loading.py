@@ -81,12 +81,16 @@ class LoadedModel:
     """A checkpoint, opened but not yet copied: `source` feeds FusedWeights.refresh."""
 
     hf_config: PreTrainedConfig
-    spec: DecoderSpec
     source: FolderSource
     tokenizer: PreTrainedTokenizerBase | None
     eos_token_ids: frozenset[int]
     vocab_limit: int | None  # the tokenizer's size; None without a tokenizer: all rows
     path: Path
+
+    @property
+    def spec(self) -> DecoderSpec:
+        """Raises ValueError for a model type outside the registry."""
+        return spec_of(self.hf_config)
 
 
 def load_model(path_or_name: str | Path, *, trust_remote_code: bool = False, tokenizer: str | Path | None = None) -> LoadedModel:
@@ -94,20 +98,20 @@ def load_model(path_or_name: str | Path, *, trust_remote_code: bool = False, tok
     tokenizer. Raises ValueError, one line, for what cannot be used."""
     path = resolve(path_or_name)
     config = load_config(path, trust_remote_code=trust_remote_code)
-    spec = spec_of(config)
     source = FolderSource(path)
-    prefix = spec.names.embed.split(".")[0] + "."
-    if not any(name.startswith(prefix) for name in source.names()):
-        source.strip_prefix(prefix)
+    if config.model_type in REGISTRY:
+        prefix = spec_of(config).names.embed.split(".")[0] + "."
+        if not any(name.startswith(prefix) for name in source.names()):
+            source.strip_prefix(prefix)
     tokens = load_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
     generation_config = _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else None
+    rows = config.get_text_config().vocab_size
     return LoadedModel(
         hf_config=config,
-        spec=spec,
         source=source,
         tokenizer=tokens,
         eos_token_ids=eos_union(config, generation_config, tokens),
-        vocab_limit=None if tokens is None else tokenizer_vocab_limit(tokens, spec.vocab_size),
+        vocab_limit=None if tokens is None else tokenizer_vocab_limit(tokens, rows),
         path=path,
     )
 

@@ -97,6 +97,7 @@ def _spec(config: Any, windows: Sequence[int | None], rope: Sequence[bool] | Non
     num_kv_heads = config.num_key_value_heads or config.num_attention_heads
     if config.num_attention_heads % num_kv_heads:
         raise ValueError(f"{config.num_attention_heads} heads over {num_kv_heads} kv heads; allowed: a multiple")
+    _refuse_partial_rotation(config)
     groups = list(dict.fromkeys(windows))
     rope = rope or [True] * len(windows)
     return DecoderSpec(
@@ -115,22 +116,28 @@ def _spec(config: Any, windows: Sequence[int | None], rope: Sequence[bool] | Non
     )
 
 
-def rope_spec(config: Any, head_dim: int) -> RopeSpec:
-    """The whole head is rotated: the Hugging Face modules of these families ignore `partial_rotary_factor` under the default
-    type, and fail under the others, where it is refused here."""
-    parameters = dict(config.rope_parameters)
+def rope_spec(config: Any, rotary_dim: int) -> RopeSpec:
+    """The flat `rope_parameters` of a config. Raises ValueError where there is none (a table per layer type, or no theta)."""
+    parameters = dict(config.rope_parameters or {})
     kind = parameters.pop("rope_type", "default")
     theta = parameters.pop("rope_theta", None)
     if theta is None:
-        raise ValueError(
-            f"{config.model_type}: rope_parameters={config.rope_parameters!r} has no rope_theta; allowed: one flat table"
-        )
-    if parameters.pop("partial_rotary_factor", 1.0) != 1.0 and kind != "default":
+        given = config.rope_parameters
+        raise ValueError(f"{config.model_type}: rope_parameters={given!r} has no rope_theta; allowed: one flat table")
+    parameters.pop("partial_rotary_factor", None)  # its effect is rotary_dim
+    frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(parameters.items()))
+    return RopeSpec(kind, float(theta), rotary_dim, frozen, config.max_position_embeddings)
+
+
+def _refuse_partial_rotation(config: Any) -> None:
+    """The Hugging Face modules of these families ignore `partial_rotary_factor` under the default type (so do we), and fail
+    under the others."""
+    parameters = config.rope_parameters or {}
+    if parameters.get("partial_rotary_factor", 1.0) != 1.0 and parameters.get("rope_type", "default") != "default":
+        kind = parameters["rope_type"]
         raise ValueError(
             f"{config.model_type}: partial_rotary_factor with rope_type={kind!r}; allowed: 1.0, as in its training module"
         )
-    frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(parameters.items()))
-    return RopeSpec(kind, float(theta), head_dim, frozen, config.max_position_embeddings)
 
 
 def _typed_windows(config: Any) -> list[int | None]:
