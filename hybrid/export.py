@@ -159,9 +159,10 @@ def _config_for_disk(config: Any, architecture: str | None, dtype: torch.dtype) 
     saved = copy.deepcopy(config)
     if not saved.architectures and architecture is not None:
         saved.architectures = [architecture]
-    for part in (saved, *(getattr(saved, name) for name in getattr(saved, "sub_configs", ()))):
-        if part is not None:
-            part.dtype = dtype
+    saved.dtype = dtype
+    text = saved.get_text_config()
+    if text.dtype is not None:
+        text.dtype = dtype
     return saved
 
 
