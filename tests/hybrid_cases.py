@@ -8,12 +8,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from hybrid.batch import Batch
-from hybrid.engine import HybridEngine, cross_entropy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["bytes_of", "collectives", "cross_entropy", "full_weights", "live_bytes", "make_engine", "pack", "ragged_sequences"]
+from hybrid.batch import Batch
+from hybrid.engine import HybridEngine, cross_entropy
+
+__all__ = [
+    "bytes_of",
+    "collectives",
+    "cross_entropy",
+    "full_gradients",
+    "full_weights",
+    "live_bytes",
+    "make_engine",
+    "pack",
+    "ragged_sequences",
+    "relative_error",
+]
 
 
 def ragged_sequences(count: int = 8, *, vocab_size: int = 79, seed: int = 0) -> list[list[int]]:
@@ -81,3 +93,8 @@ def collectives() -> Iterator[Counter]:
         "c10d::allreduce_": "all_reduce",
     }
     counts.update(kinds[e.name] for e in profile.events() if e.name in kinds)
+
+
+def relative_error(given: Tensor, expected: Tensor) -> float:
+    """Largest difference, in units of the largest expected value."""
+    return ((given - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()

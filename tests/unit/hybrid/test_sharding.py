@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hybrid import sharding
-from hybrid.config import HybridConfig
-from hybrid.mesh import open_mesh
 from hybrid_cases import bytes_of, collectives, cross_entropy, make_engine, pack, ragged_sequences
 from tiny import save_tiny
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from hybrid import sharding
+from hybrid.config import HybridConfig
+from hybrid.mesh import open_mesh
 
 LAYERS, ROUNDS = 2, 3
 
