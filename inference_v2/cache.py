@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 import torch
@@ -61,18 +62,24 @@ def pool_sizes(
     spec: DecoderSpec, block_size: int, dtype: torch.dtype, *, max_model_len: int, max_running: int, cache_bytes: int | None
 ) -> tuple[int, ...]:
     """Blocks of each cache group within a byte budget, in the proportion in which a sequence of `max_model_len` needs them (a
-    windowed group keeps its window). Without a budget: enough for `max_running` such sequences, at most 1 GiB.
+    windowed group keeps its window), or, where not even one of those fits, the longest that does. Without a budget: enough
+    for `max_running` such sequences, at most 1 GiB.
 
     Raises ValueError where the budget does not hold one block a group.
     """
-    whole = -(-max_model_len // block_size)
-    need = tuple(whole if w is None else min(whole, -(-(w - 1) // block_size) + 1) for w in spec.windows)
     size = block_bytes(spec, block_size, dtype)
-    per_sequence = sum(n * b for n, b in zip(need, size))
-    budget = min(per_sequence * max_running, 2**30) if cache_bytes is None else cache_bytes
-    blocks = tuple(budget * n // per_sequence for n in need)
-    if min(blocks) < 1:
-        raise ValueError(
-            f"cache_bytes={budget}; allowed: >= {-(-per_sequence // min(need))}, one KV block in each of {len(need)} groups"
-        )
-    return blocks
+    windows = [None if w is None else -(-(w - 1) // block_size) + 1 for w in spec.windows]
+
+    def need(num_blocks: int) -> list[int]:
+        return [num_blocks if w is None else min(num_blocks, w) for w in windows]
+
+    def cost(num_blocks: int) -> int:
+        return sum(n * b for n, b in zip(need(num_blocks), size))
+
+    longest = -(-max_model_len // block_size)
+    budget = min(cost(longest) * max_running, max(2**30, cost(1))) if cache_bytes is None else cache_bytes
+    if budget < cost(1):
+        raise ValueError(f"cache_bytes={budget}; allowed: >= {cost(1)}, one KV block in each of {len(size)} cache groups")
+    if budget < cost(longest):
+        return tuple(need(bisect_right(range(longest), budget, key=cost) - 1))
+    return tuple(budget * n // cost(longest) for n in need(longest))

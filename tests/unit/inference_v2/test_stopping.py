@@ -1,0 +1,50 @@
+"""Stop strings in text that grows token by token."""
+
+from __future__ import annotations
+
+from inference_v2.stopping import StopText
+
+
+class Pieces:
+    """Each id is a piece of UTF-8 bytes; id 0 is special."""
+
+    def __init__(self, *pieces: bytes) -> None:
+        self.pieces = (b"", *pieces)
+        self.decoded = 0
+
+    def decode(self, token_ids, *, skip_special_tokens):
+        self.decoded += len(token_ids)
+        return b"".join(self.pieces[i] for i in token_ids).decode(errors="replace")
+
+
+def push_all(tokenizer, stop, ids):
+    text = StopText(tokenizer, stop)
+    return [text.push(ids[: n + 1]) for n in range(len(ids))]
+
+
+def test_a_stop_string_across_tokens_ends_the_text_before_it():
+    assert push_all(Pieces(b"hello ", b"wo", b"rld", b"!"), ("world",), [1, 2, 3, 4])[:3] == [None, None, "hello "]
+
+
+def test_the_earliest_of_several_stop_strings_cuts():
+    assert push_all(Pieces(b"ab", b"cdef"), ("ef", "cd", "zz"), [1, 2]) == [None, "ab"]
+
+
+def test_a_character_cut_in_two_is_waited_for():
+    euro = "€".encode()
+    assert push_all(Pieces(b"a", euro[:2], euro[2:]), ("€",), [1, 2, 3]) == [None, None, "a"]
+
+
+def test_special_tokens_leave_no_text():
+    assert push_all(Pieces(b"a", b"b"), ("ab",), [1, 0, 0, 2]) == [None, None, None, ""]
+
+
+def test_a_string_that_was_passed_over_is_not_found_again():
+    """The engine ignores what is found before min_new_tokens."""
+    assert push_all(Pieces(b"stop", b" go ", b"stop"), ("stop",), [1, 2, 3]) == ["", None, "stop go "]
+
+
+def test_decoding_stays_incremental():
+    tokenizer = Pieces(b"x")
+    push_all(tokenizer, ("y",), [1] * 200)
+    assert tokenizer.decoded < 200 * 6
