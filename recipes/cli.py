@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = _parse(argv)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' too; ours is the only progress line
     try:
         return args.run(args)
     except SettingsError as error:
