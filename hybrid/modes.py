@@ -279,7 +279,7 @@ class Generation:
 def copy_bytes(model: ShardedModel) -> int:
     """What the fused copy takes: weights in the compute dtype, and the head's counted rows in fp32."""
     size = getattr(torch, model.config.compute_dtype).itemsize
-    names = set(model.source().names())
+    names = set(model.source().names()) - {model.spec.names.head}
     weights = sum(p.numel() for name, p in model.parameters().items() if name in names)
     rows = min(model.vocab_limit or model.spec.vocab_size, model.spec.vocab_size)
     shared = model.spec.tie_word_embeddings and size == 4

@@ -10,22 +10,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from hybrid.batch import Batch
 from hybrid.engine import HybridEngine, cross_entropy
 
-__all__ = [
-    "bytes_of",
-    "collectives",
-    "cross_entropy",
-    "full_gradients",
-    "full_weights",
-    "live_bytes",
-    "make_engine",
-    "pack",
-    "ragged_sequences",
-    "relative_error",
-]
+__all__ = ["cross_entropy"]  # defined elsewhere, used by tests
 
 
 def ragged_sequences(count: int = 8, *, vocab_size: int = 79, seed: int = 0) -> list[list[int]]:
@@ -70,6 +60,9 @@ def bytes_of(tensors: Sequence[Tensor]) -> int:
     storages = {}
     for tensor in tensors:
         local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+        if local.is_mkldnn:  # packed by oneDNN: no storage to ask
+            storages[id(local)] = local.nbytes
+            continue
         storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     storages.pop(0, None)
     return sum(storages.values())
@@ -98,3 +91,24 @@ def collectives() -> Iterator[Counter]:
 def relative_error(given: Tensor, expected: Tensor) -> float:
     """Largest difference, in units of the largest expected value."""
     return ((given - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
+
+
+def hf_module(folder: str, weights: dict[str, Tensor] | None = None) -> PreTrainedModel:
+    """The plain HF module of a folder, with `weights` in place of the folder's."""
+    config = AutoConfig.from_pretrained(folder)
+    auto = AutoModelForImageTextToText if config.model_type == "exaone4_5" else AutoModelForCausalLM
+    module = auto.from_pretrained(folder, dtype=torch.float32).eval()
+    if weights is not None:
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                parameter.copy_(weights[name])
+    return module
+
+
+@torch.no_grad()
+def hf_greedy(module: torch.nn.Module, prompt: Sequence[int], count: int, vocab_limit: int = 79) -> tuple[int, ...]:
+    """`count` greedy ids by full HF forwards, without a cache."""
+    ids = list(prompt)
+    for _ in range(count):
+        ids.append(int(module(torch.tensor([ids])).logits[0, -1, :vocab_limit].argmax()))
+    return tuple(ids[len(prompt) :])
