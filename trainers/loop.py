@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from hybrid import rng
 from hybrid.batch import Batch
 from hybrid.checkpoint import prune, read_header
 from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from hybrid.mesh import Mesh, open_mesh
-from hybrid.models import ShardedModel
 from hybrid.monitor import Monitor
 from trainers.algorithm import Algorithm
 from trainers.certificate import certify, enforce, is_due
@@ -132,7 +133,7 @@ class Run:
         self.algorithm = open_algorithm(config, engine, start)
         self.algorithm.check(data.prompts)
         rng.seed_all(config.seed, engine.rank)
-        state = engine.load(checkpoint, ema=self._average, seed=config.seed) if checkpoint else {}
+        state = engine.load(checkpoint, ema=self._averages(), seed=config.seed) if checkpoint else {}
         self.step: int = state.get("step", 0)
         self.evaluations: dict[str, dict[str, float]] = state.get("evaluations", {})  # "before", "last"
         position = DataPosition(**state["data"]) if state else DataPosition()
@@ -253,12 +254,11 @@ class Run:
             logger.log(logging.WARNING if dropped else logging.INFO, "%s data: %s", "held-out" if held_out else "training", found)
         return found
 
-    @property
-    def _average(self) -> ShardedModel | None:
-        return next((scorer.average for scorer in self.algorithm.scorers if scorer.average is not None), None)
+    def _averages(self) -> dict[str, Tensor] | None:
+        return {name: t for scorer in self.algorithm.scorers for name, t in scorer.averages().items()} or None
 
     def _save(self) -> None:
         state = {"step": self.step, "data": self.stream.position.to_json(), "evaluations": self.evaluations}
-        self.engine.save(self.run_dir / "checkpoints" / f"step_{self.step}", state, ema=self._average)
+        self.engine.save(self.run_dir / "checkpoints" / f"step_{self.step}", state, ema=self._averages())
         if self.engine.rank == 0:
             prune(self.run_dir, self.config.checkpoint.keep)

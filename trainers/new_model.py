@@ -6,6 +6,7 @@ import difflib
 from pathlib import Path
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -49,7 +50,7 @@ def write_new_model(new: NewModel, folder: Path) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(new.seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except (ValueError, TypeError) as error:  # transformers' own validation raises ValueErrors
+    except (ValueError, TypeError, StrictDataclassError) as error:
         raise ValueError(f"model.new.settings: {' '.join(str(error).split())}") from error
     if config.vocab_size < len(tokenizer):
         raise ValueError(

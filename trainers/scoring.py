@@ -37,9 +37,8 @@ class Scorer(Protocol):
         """Called once the policy's weights have changed."""
         ...
 
-    @property
-    def average(self) -> ShardedModel | None:
-        """The moving average that checkpoints must hold; None where the weights are read from elsewhere."""
+    def averages(self) -> dict[str, Tensor]:
+        """The moving averages that checkpoints must hold, as DTensors; none where the weights are read from elsewhere."""
         ...
 
 
@@ -92,9 +91,8 @@ class TeacherScorer:
             with self._on_device():
                 self.model.lerp_(self.engine.model, 1.0 - self.ema_decay)
 
-    @property
-    def average(self) -> ShardedModel | None:
-        return None if self.ema_decay is None else self.model
+    def averages(self) -> dict[str, Tensor]:
+        return {} if self.ema_decay is None else dict(self.model.parameters())
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:

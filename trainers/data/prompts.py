@@ -48,9 +48,11 @@ def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, 
         try:
             prompt = _read_row(index, row, config, encoder)
         except Exception as error:
+            # `tokenizers` raises a bare Exception for a character that a vocabulary lacks; any other kind is a fault of ours.
             if not isinstance(error, ValueError) and type(error) is not Exception:
-                raise  # `tokenizers` raises a bare Exception for a character that a vocabulary lacks
-            raise ValueError(f"data: {source} row {index} (the first is 0): {error}") from error
+                raise
+            reason = error if isinstance(error, ValueError) else f"the tokenizer cannot encode this row: {error}"
+            raise ValueError(f"data: {source} row {index} (the first is 0): {reason}") from error
         if max(len(prompt.ids), len(prompt.privileged_ids or ())) > config.max_prompt_tokens:
             long_prompts += 1
         elif config.max_response_tokens is not None and len(prompt.response_ids or ()) > config.max_response_tokens:

@@ -1,0 +1,231 @@
+"""Whole runs on one rank: resumed, killed, stopped, finished, refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_cases import Killed, lines, run, settings, tiny_folder, weights, write_sums
+
+from trainers import opsd
+from trainers.certificate import CertificateError
+
+TEACHERS = {
+    "frozen": {},
+    "start": {"teacher": {"kind": "self", "weights": "start"}},
+    "live": {"teacher": {"kind": "self", "weights": "live"}},
+    "ema": {"teacher": {"kind": "self", "weights": "ema", "ema_decay": 0.5}},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_folder(folder / "student", seed=0)
+    tiny_folder(folder / "teacher", seed=1)
+    write_sums(folder / "sums.jsonl")
+    return folder
+
+
+@pytest.fixture
+def make(models, tmp_path):
+    def make(recipe: str, name: str = "run", **changes):
+        return settings(recipe, models, output_dir=str(tmp_path / name), **changes)
+
+    return make
+
+
+def same(first, second) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
+
+
+def test_sft_learns_and_leaves_a_run_folder(make, models):
+    tree = make("sft", max_steps=30, **{"data.eval": str(models / "sums.jsonl"), "eval.max_new_tokens": 4, "eval.every": 15})
+    result, records = run(tree)
+    assert records[30]["loss"] < 0.5 * records[1]["loss"]
+    assert result.before["eval_reward"] < result.after["eval_reward"]
+    assert [r["step"] for r in lines(tree, "metrics.jsonl")] == list(range(31))
+    assert [s for s in records if "eval_reward" in records[s]] == [0, 15, 30]
+    assert {p.name for p in result.run_dir.iterdir()} >= {"config.yaml", "metrics.jsonl", "completions.jsonl", "model"}
+    assert sorted(p.name for p in (result.run_dir / "checkpoints").iterdir()) == ["step_28", "step_30"]
+    shown = [(r["step"], r["kind"]) for r in lines(tree, "completions.jsonl")]
+    assert shown.count((30, "eval")) == 4
+    assert shown.count((30, "train")) == 1
+
+
+def test_distillation_brings_the_student_to_the_teacher(make):
+    tree = make("opsd", max_steps=30, **{"loss.divergence": "forward_kl"})
+    _, records = run(tree)
+    assert records[30]["loss"] < 0.5 * records[1]["loss"]
+    assert records[1]["certificate_max"] <= 1e-4
+    wanted = {"grad_norm", "lr", "tokens", "student_entropy", "top1_agreement", "first_token_loss", "response_length_min",
+              "truncated", "swap_ms", "swap_bytes", "rollout_logprob", "epoch"}  # fmt: skip
+    assert wanted <= records[2].keys()
+    written = lines(tree, "metrics.jsonl")[-1]
+    assert {"rollout/seconds", "score/seconds", "train/tokens_per_second"} <= written.keys()
+
+
+@pytest.mark.parametrize("name", ["sft", *TEACHERS])
+def test_a_killed_or_stopped_run_ends_bit_equal(make, name):
+    """10 prompts in steps of 3: the checkpoints lie inside a pass, and step 4 crosses into the next."""
+    changes = {"max_steps": 5, **TEACHERS.get(name, {})}
+    recipe = "sft" if name == "sft" else "opsd"
+    whole, killed, stopped = (make(recipe, n, **changes) for n in ("whole", "killed", "stopped"))
+    _, expected = run(whole)
+    with pytest.raises(Killed):
+        run(killed, kill_after=3)
+    assert [r["step"] for r in lines(killed, "metrics.jsonl")] == [1, 2, 3]
+    run(killed)
+    result, _ = run(stopped, stop_after=3)
+    assert (result.stopped_by_signal, result.steps, result.after) == (True, 3, None)
+    assert not (result.run_dir / "model").exists()
+    result, rest = run(stopped)
+    assert (result.stopped_by_signal, result.steps, list(rest)) == (False, 5, [4, 5])
+    for tree in (killed, stopped):
+        assert same(weights(tree), weights(whole))
+        assert [r["step"] for r in lines(tree, "metrics.jsonl")] == [1, 2, 3, 4, 5]
+        assert [r["loss"] for r in lines(tree, "metrics.jsonl")] == [expected[s]["loss"] for s in range(1, 6)]
+        assert lines(tree, "completions.jsonl") == lines(whole, "completions.jsonl")
+
+
+def test_a_kill_before_the_first_checkpoint_starts_over(make):
+    tree, whole = make("sft"), make("sft", "whole")
+    with pytest.raises(Killed):
+        run(tree, kill_after=1)
+    _, records = run(tree)
+    run(whole)
+    assert list(records) == [1, 2, 3, 4]
+    assert [r["step"] for r in lines(tree, "metrics.jsonl")] == [1, 2, 3, 4]
+    assert same(weights(tree), weights(whole))
+
+
+def test_a_finished_run_says_so_and_does_not_train_again(make, models, caplog):
+    tree = make("sft", **{"data.eval": str(models / "sums.jsonl"), "eval.max_new_tokens": 2})
+    result, _ = run(tree)
+    before = {p: p.stat().st_mtime_ns for p in (result.run_dir / "model").iterdir()}
+    again, records = run(tree)
+    assert again == result
+    assert records == {}
+    assert "is finished: step 4 of max_steps=4" in caplog.text
+    assert {p: p.stat().st_mtime_ns for p in (result.run_dir / "model").iterdir()} == before
+
+
+def test_a_finished_run_goes_on_with_more_steps(make):
+    tree, whole = make("sft"), make("sft", "whole", max_steps=6)
+    run(tree)
+    _, records = run(tree | {"max_steps": 6})
+    run(whole)
+    assert list(records) == [5, 6]
+    assert same(weights(tree), weights(whole))
+
+
+def test_never_resuming_starts_over(make):
+    tree = make("sft")
+    run(tree, stop_after=3)
+    tree["checkpoint"]["resume"] = "never"
+    _, records = run(tree)
+    assert list(records) == [1, 2, 3, 4]
+    assert [r["step"] for r in lines(tree, "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_resuming_another_config_is_refused_and_changes_nothing(make):
+    tree = make("sft")
+    run(tree, stop_after=2)
+    config = (Path(tree["output_dir"]) / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=r"seed \(was 0, now 5\)"):
+        run(tree | {"seed": 5})
+    assert (Path(tree["output_dir"]) / "config.yaml").read_text() == config
+
+
+def test_a_loss_that_is_not_finite_stops_with_step_and_name(make, monkeypatch):
+    calls = []
+
+    def poisoned(token_loss):
+        def wrapped(logits, chunk):
+            per_token, metrics = token_loss(logits, chunk)
+            calls.append(1)
+            return per_token * (math.nan if len(calls) > 8 else 1.0), metrics
+
+        return wrapped
+
+    monkeypatch.setattr(opsd, "with_first_token", poisoned)
+    tree = make("opsd", **{"train.micro_batch_tokens": 10_000, "engine.loss_chunk_tokens": 4})
+    with pytest.raises(FloatingPointError, match=r"step \d+: the loss is nan"):
+        run(tree)
+    assert not (Path(tree["output_dir"]) / "model").exists()
+
+
+def test_a_wrong_rollout_fails_the_certificate(make, monkeypatch):
+    """Rollout log-probs that are off by 1e-3 stop the run before a weight changes, or warn by config."""
+    real = opsd.sample_rollouts
+
+    def shifted(*args):
+        from dataclasses import replace
+
+        return [replace(r, logprobs_raw=tuple(v - 1e-3 for v in r.logprobs_raw)) for r in real(*args)]
+
+    monkeypatch.setattr(opsd, "sample_rollouts", shifted)
+    with pytest.raises(CertificateError, match=r"step 1: the parity certificate fails.*100.00% of tokens"):
+        run(make("opsd"))
+    _, records = run(make("opsd", "warned", **{"certificate.action": "warn"}))
+    assert records[1]["certificate_mean"] == pytest.approx(1e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sum_per_constant"])
+def test_the_step_does_not_depend_on_micro_batches(make, reduction):
+    """One optimizer step equals one big batch, whatever the cut (T14)."""
+    sgd = {"name": "sgd", "lr": 0.1, "max_grad_norm": None}
+    changes = {"max_steps": 1, "loss.reduction": reduction, "loss.constant_length": 5, "engine.optimizer": sgd}
+    trees = [make("opsd", f"cut_{n}", **changes, **{"train.micro_batch_tokens": n}) for n in (10, 1000)]
+    losses = [run(tree)[1][1]["loss"] for tree in trees]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    few, many = map(weights, trees)
+    for name in few:
+        torch.testing.assert_close(few[name], many[name], rtol=0, atol=2e-6)
+
+
+def test_given_responses_take_the_share_of_steps_that_was_asked(make):
+    tree = make("opsd", max_steps=12, **{"rollout.given_fraction": 0.5, "loss.cross_entropy": 0.1})
+    _, records = run(tree)
+    sampled = [records[s]["sampled"] for s in sorted(records)]
+    assert set(sampled) == {0.0, 1.0}
+    assert all(("rollout_logprob" in r) == (r["sampled"] == 1.0) for r in records.values())
+    assert all((r["cross_entropy"] > 0) == (r["sampled"] == 0.0) for r in records.values())
+
+
+def test_a_fresh_model_is_made_in_the_run_folder_and_kept(make):
+    new = {"architecture": "qwen3", "characters": "0123456789+=?\n", "settings": {"hidden_size": 32, "num_hidden_layers": 1,
+           "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}}  # fmt: skip
+    tree = make("sft", model={"new": new})
+    run(tree, stop_after=2)
+    made = Path(tree["output_dir"]) / "init" / "model.safetensors"
+    before = made.stat().st_mtime_ns
+    run(tree)
+    assert made.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"teacher": {"kind": "self"}, "data.privileged_column": "hint"}, "row 0 gives the self-teacher nothing"),
+        ({"rollout.given_fraction": 0.5, "data.response_column": "none"}, "row 0 has no response"),
+        ({"rollout.sampling.max_new_tokens": 60}, "row 7 has 5 prompt tokens.*allowed: 64 in all"),
+        ({"model": {"recipe": "x.yaml"}}, "model.recipe is not trained yet"),
+        ({"teacher": {"recipe": "x.yaml"}}, "teacher.recipe is not trained yet"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_the_start(make, changes, expected):
+    with pytest.raises(ValueError, match=expected):
+        run(make("opsd", **changes))
+
+
+def test_sft_without_responses_is_refused(make):
+    with pytest.raises(ValueError, match="row 0 has no response to train on"):
+        run(make("sft", **{"data.response_column": "none"}))
+
+
+def test_truncated_sampling_with_a_sampled_token_loss_is_warned_about(make, caplog):
+    run(make("opsd", max_steps=1, **{"loss.divergence": "sampled_token", "rollout.sampling.top_k": 3}))
+    assert "sampled_token with truncated or penalised sampling" in caplog.text
