@@ -76,7 +76,7 @@ class TeacherScorer:
 
     @contextmanager
     def head(self) -> Iterator[Head]:
-        """The teacher's head, gathered and detached, for as long as the loss runs."""
+        """The teacher's head, gathered and detached, for as long as the loss runs; a forward of the teacher would free it."""
         if self.model is not self.engine.model and not self.offload:
             with self.model.head() as head:
                 yield head

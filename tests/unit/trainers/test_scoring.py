@@ -1,0 +1,186 @@
+"""Teachers: what they read, that they stand still, and that student and teacher share one vocabulary."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import character_tokenizer, save_tiny
+from trainer_cases import CHARACTERS, tiny_folder
+from transformers import AutoModelForCausalLM
+
+from hybrid.config import HybridConfig
+from hybrid.engine import HybridEngine
+from inference_v2.types import SamplingParams
+from trainers.config import DistillLoss, FrozenTeacher, SelfTeacher
+from trainers.data.batching import counted_positions, make_batches
+from trainers.data.order import DrawnPrompt
+from trainers.losses import divergence_token_loss
+from trainers.rollout import sample_rollouts
+from trainers.scoring import check_same_vocabulary, open_teacher
+from trainers.types import Prompt
+
+CONFIG = HybridConfig(optimizer={"name": "sgd", "lr": 0.5, "max_grad_norm": None})
+LOSS = DistillLoss(divergence="forward_kl")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    tiny_folder(folder / "student", seed=0)
+    tiny_folder(folder / "teacher", seed=1)
+    return folder
+
+
+@pytest.fixture
+def engine(folder):
+    engine = HybridEngine.from_pretrained(str(folder / "student"), CONFIG)
+    yield engine
+    engine.close()
+
+
+def prompts(privileged: bool = False) -> list[DrawnPrompt]:
+    ids = [(3, 4, 5), (6,), (7, 8)]
+    more = (9, 10, 11, 12)
+    return [
+        DrawnPrompt(Prompt(index=i, ids=p, text="", privileged_ids=(*more[: i + 2], *p) if privileged else None), epoch=0)
+        for i, p in enumerate(ids)
+    ]
+
+
+def rollouts_of(engine, privileged: bool = False):
+    return sample_rollouts(engine, prompts(privileged), SamplingParams(max_new_tokens=6, num_samples=2))
+
+
+def teacher_of(engine, folder, teacher, micro_batch_tokens: int = 20):
+    return open_teacher(teacher, engine, CONFIG, start=str(folder / "student"), micro_batch_tokens=micro_batch_tokens)
+
+
+def hf_hidden(path: Path, ids) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        return model.model(torch.tensor([ids])).last_hidden_state[0]
+
+
+def step(engine, teacher, rollouts) -> float:
+    batches = make_batches(rollouts, 20, fields={teacher.field: teacher.score(rollouts)})
+    with teacher.head() as head:
+        loss = engine.forward_backward(batches, divergence_token_loss(LOSS, head, 1.0))["loss"]
+    engine.optim_step()
+    teacher.after_step()
+    return loss
+
+
+@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 1000])
+def test_the_teacher_reads_the_privileged_prompt_and_the_same_response(engine, folder, micro_batch_tokens):
+    rollouts = rollouts_of(engine, privileged=True)
+    teacher = teacher_of(engine, folder, FrozenTeacher(path=str(folder / "teacher")), micro_batch_tokens)
+    for rollout, hidden in zip(rollouts, teacher.score(rollouts), strict=True):
+        given = rollout.prompt.privileged_ids
+        whole = hf_hidden(folder / "teacher", (*given, *rollout.response_ids))
+        expected = whole[len(given) - 1 : len(given) - 1 + len(rollout.response_ids)]
+        torch.testing.assert_close(hidden, expected, rtol=0, atol=2e-5)
+
+
+def test_a_teacher_equal_to_the_student_gives_no_loss_and_a_shifted_one_does(engine, folder):
+    """The loss is 0 only where both predict the same token (T10)."""
+    rollouts = rollouts_of(engine)
+    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="start"))
+    hidden = teacher.score(rollouts)
+    shifted = [torch.roll(h, 1, dims=0) for h in hidden]
+    losses = []
+    for field in (hidden, shifted):
+        with teacher.head() as head:
+            batches = make_batches(rollouts, 20, fields={"teacher_hidden": field})
+            losses.append(engine.forward_backward(batches, divergence_token_loss(LOSS, head, 1.0))["loss"])
+        engine.optimizer.zero_grad()
+    assert abs(losses[0]) <= 1e-6
+    assert losses[1] > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["frozen", "start", "live", "ema"])
+def test_frozen_teachers_stand_still_and_the_others_follow(engine, folder, kind):
+    """Over steps: frozen and start bit-equal (T27); live equals the student; ema is the average of the student's weights."""
+    config = (
+        FrozenTeacher(path=str(folder / "teacher")) if kind == "frozen" else SelfTeacher(kind="self", weights=kind, ema_decay=0.9)
+    )
+    teacher = teacher_of(engine, folder, config)
+    before = {n: t.clone() for n, t in teacher.model.local_shards().items()}
+    average = dict(before)
+    for _ in range(2):
+        step(engine, teacher, rollouts_of(engine, privileged=True))
+        average = {n: average[n].lerp(t, 0.1) for n, t in engine.model.local_shards().items()}
+    after, student = teacher.model.local_shards(), engine.model.local_shards()
+    assert not all(torch.equal(student[n], before[n]) for n in before)
+    if kind in ("frozen", "start"):
+        assert all(torch.equal(after[n], before[n]) for n in before)
+        assert not any(p.requires_grad for p in teacher.model.parameters().values())
+        assert teacher.averages() == {}
+    if kind == "live":
+        assert teacher.model is engine.model
+    if kind == "ema":
+        assert all(torch.equal(after[n], average[n]) for n in before)
+        assert teacher.averages().keys() == before.keys()
+
+
+def test_scoring_leaves_mode_and_generators_alone(engine, folder):
+    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="live"))
+    rollouts = rollouts_of(engine)
+    engine.model.module.train()
+    state = torch.get_rng_state()
+    teacher.score(rollouts)
+    assert engine.model.module.training
+    assert torch.equal(state, torch.get_rng_state())
+    engine.model.module.eval()
+
+
+def test_a_teachers_padded_vocabulary_does_not_count(tmp_path):
+    """Student of 40 rows, teacher of 48, tokenizer of 37 ids: the loss is that of the first 37 (T11)."""
+    tokenizer = character_tokenizer("".join(chr(97 + i) for i in range(26)) + "01234567")
+    assert len(tokenizer) == 37
+    for name, rows, seed in (("student", 40, 0), ("teacher", 48, 1)):
+        save_tiny(tmp_path / name, "qwen3", tokenizer=tokenizer, vocab_size=rows, seed=seed, max_position_embeddings=64)
+    engine = HybridEngine.from_pretrained(str(tmp_path / "student"), CONFIG)
+    teacher = teacher_of(engine, tmp_path, FrozenTeacher(path=str(tmp_path / "teacher")))
+    rollouts = rollouts_of(engine)
+    batches = make_batches(rollouts, 1000, fields={"teacher_hidden": teacher.score(rollouts)})
+    with teacher.head() as head:
+        means = engine.forward_backward(batches, divergence_token_loss(LOSS, head, 1.0))
+    total, count = 0.0, 0
+    for rollout in rollouts:
+        places = torch.tensor(counted_positions(rollout)) - 1
+        log_p = []
+        for name in ("teacher", "student"):
+            model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+            with torch.no_grad():
+                log_p.append(model(torch.tensor([rollout.ids])).logits[0, places, :37].float().log_softmax(-1))
+        total += float((log_p[0].exp() * (log_p[0] - log_p[1])).sum())
+        count += len(places)
+        assert max(rollout.response_ids) < 37
+    assert means["loss"] == pytest.approx(total / count, rel=1e-5)
+    engine.close()
+
+
+def test_tokenizers_that_differ_are_refused_with_the_first_ids():
+    student = {"a": 0, "b": 1, "c": 2, "d": 3}
+    check_same_vocabulary(student, dict(student), "t")
+    with pytest.raises(
+        ValueError,
+        match=r"differ in 3 ids .1: student 'b', teacher 'c'; 2: student 'c', teacher 'b'; 3: student 'd', teacher None",
+    ):
+        check_same_vocabulary(student, {"a": 0, "c": 1, "b": 2}, "t")
+    with pytest.raises(ValueError, match="has no tokenizer to compare"):
+        check_same_vocabulary(student, None, "t")
+
+
+def test_a_teacher_of_another_tokenizer_or_too_few_rows_is_refused_at_the_start(engine, folder, tmp_path):
+    tiny_folder(tmp_path / "other")
+    vocab = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    ids = vocab["model"]["vocab"]
+    ids["0"], ids["1"] = ids["1"], ids["0"]
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(vocab))
+    with pytest.raises(ValueError, match=r"differ in 2 ids .2: student '0', teacher '1'"):
+        teacher_of(engine, folder, FrozenTeacher(path=str(tmp_path / "other")))
+    assert len(CHARACTERS) + 2 == engine.model.vocab_limit
