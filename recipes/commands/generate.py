@@ -127,7 +127,14 @@ def _records(index: int, request: EncodedPrompt, completions: list[Completion]) 
         yield _record(index, error=request.error)
     for c in completions:
         yield _record(
-            index, c.sample_index, list(c.token_ids), c.text, list(c.logprobs), list(c.logprobs_raw), c.finish_reason, c.error
+            index,
+            c.sample_index,
+            list(c.token_ids),
+            None if c.error else c.text,
+            list(c.logprobs),
+            list(c.logprobs_raw),
+            c.finish_reason,
+            c.error,
         )
 
 
