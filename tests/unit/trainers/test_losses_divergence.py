@@ -221,6 +221,7 @@ def test_top_k_of_all_entries_is_the_full_kl(kl_function: Callable, support: str
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 2e-6)):
         z_t, z_s = logits(9, vocab=12, dtype=dtype)
         value, grad = value_and_grad(kl_function, z_t, z_s)
+        assert on_support(z_t.log_softmax(-1), top_k_indices(z_t, 12), tail).shape == (5, 12)  # no empty bucket
         for k in (12, 50):
             top_value, top_grad = value_and_grad(on_top_k(kl_function, k, support, tail), z_t, z_s)
             torch.testing.assert_close(top_value, value, rtol=tolerance, atol=tolerance)

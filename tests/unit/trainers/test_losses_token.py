@@ -109,11 +109,11 @@ def test_only_rows_of_the_common_vocabulary_count(settings: dict[str, Any]) -> N
         head.weight[37:], teacher.weight[37:] = 1e3, float("nan")
     given, _ = chunked_loss(hidden, head, batch, divergence_token_loss(loss, teacher, 1.0), 4)
     assert torch.equal(given, expected)
-    # no tokenizer limit: the rows that both have
-    by_rows, _ = chunked_loss(
-        hidden, replace(head, vocab_limit=None), batch, divergence_token_loss(loss, replace(teacher, vocab_limit=37), 1.0), 4
-    )
-    assert torch.equal(by_rows, expected)
+    # one of the two heads without a limit: the rows that both have
+    for student_limit, teacher_limit in ((37, None), (None, 37)):
+        token_loss = divergence_token_loss(loss, replace(teacher, vocab_limit=teacher_limit), 1.0)
+        by_rows, _ = chunked_loss(hidden, replace(head, vocab_limit=student_limit), batch, token_loss, 4)
+        assert torch.equal(by_rows, expected)
 
 
 def test_temperature_divides_both_logits_and_nothing_multiplies_the_loss() -> None:
