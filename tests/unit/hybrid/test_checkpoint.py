@@ -132,6 +132,23 @@ def save_with_a_full_disk(path: str, full_rank: int) -> str:
     return str(caught.value)
 
 
+def save_with_an_error(path: str, where: str) -> str:
+    """What the error says when rank 1 cannot write its generators, or rank 0 cannot finish the folder."""
+    net, _ = build(0)
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken\nhere")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if where == "rng" and dist.get_rank() == 1:
+            patch.setattr(checkpoint.rng, "save", broken)
+        if where == "finish" and dist.get_rank() == 0:
+            patch.setattr(folders, "sync_tree", broken)
+        with pytest.raises(FolderError) as caught:
+            save_checkpoint(path, model=named(net))
+    return str(caught.value)
+
+
 def memory_of_save_and_load(path: str) -> dict[str, float]:
     """Peaks above the shards, in MB."""
     mesh = open_mesh(HybridConfig(device="cpu"))
@@ -404,6 +421,13 @@ def test_a_full_disk_on_one_rank_is_one_error_on_all_and_leaves_the_old_one(pool
     assert pool2.run(load_on_rank, old)[0][0] == saved[0]
 
 
+@pytest.mark.parametrize(("where", "rank"), [("rng", 1), ("finish", 0)])
+def test_an_error_of_one_rank_outside_of_any_collective_ends_all(pool2: Pool, tmp_path: Path, where: str, rank: int) -> None:
+    messages = pool2.run(save_with_an_error, str(tmp_path / "c"), where)
+    assert set(messages) == {f"could not write {tmp_path / 'c'}: rank {rank}: RuntimeError: broken here"}
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_failed_rewrite_leaves_what_stood_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "c")
     saved = save_on_rank(path)
@@ -489,7 +513,7 @@ def test_a_kill_between_two_renames_brings_the_old_one_back(tmp_path: Path) -> N
 
 def test_pruning_keeps_the_newest_and_removes_what_kills_left(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
-    for name in ("step_1", "step_9", "step_10", f".step_11{PARTIAL}", f".step_8{DELETED}", "mine"):
+    for name in ("step_2", "step_9", "step_10", f".step_11{PARTIAL}", f".step_8{DELETED}", "mine"):
         (root / name).mkdir(parents=True)
         (root / name / "state.json").write_text("{}")
     prune(tmp_path, keep=2)

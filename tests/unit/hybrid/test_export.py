@@ -62,6 +62,14 @@ def test_the_models_own_auto_class_loads_the_same_model(tmp_path: Path, family: 
     ).read_bytes()
 
 
+def test_a_tensor_under_two_names_is_written_once(tmp_path: Path) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    both = list(model.named_parameters(remove_duplicate=False))
+    save_pretrained(tmp_path / "out", both, model.config)
+    assert "lm_head.weight" in dict(both)
+    assert weights(tmp_path / "out").keys() == dict(model.named_parameters()).keys()
+
+
 def test_the_tokenizer_comes_with_its_chat_template(tmp_path: Path) -> None:
     tokenizer = character_tokenizer()
     export(tmp_path / "out", tiny_model("qwen3"), tokenizer=tokenizer)
