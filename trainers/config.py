@@ -159,6 +159,12 @@ class DistillLoss(Strict):
     def _check(self) -> DistillLoss:
         if self.top_k is not None and self.divergence not in ("forward_kl", "reverse_kl"):
             raise ValueError(f"loss.top_k with divergence={self.divergence}; allowed: forward_kl, reverse_kl")
+        if self.ratio_clip is not None and self.divergence != "sampled_token":
+            raise ValueError(f"loss.ratio_clip with divergence={self.divergence}; allowed: sampled_token")
+        if self.clip_element is not None and self.divergence == "sampled_token":
+            raise ValueError(
+                "loss.clip_element with divergence=sampled_token, which has no sum over the vocabulary; use ratio_clip"
+            )
         if self.reduction == "sum_per_constant" and self.constant_length is None:
             raise ValueError("loss.reduction=sum_per_constant needs loss.constant_length")
         return self

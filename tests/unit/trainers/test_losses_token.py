@@ -249,3 +249,11 @@ def test_every_named_divergence_of_the_config_is_built() -> None:
     names = DistillLoss.model_fields["divergence"].annotation.__args__
     assert set(names) == {settings["divergence"] for settings in EVERY.values()}
     assert all(hasattr(divergence, name) for name in names)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"ratio_clip": 0.2}, {"divergence": "sampled_token", "clip_element": 0.1}, {"divergence": "jsd", "top_k": 4}]
+)
+def test_a_setting_that_the_divergence_would_ignore_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="with divergence="):
+        DistillLoss(**settings)
