@@ -102,6 +102,20 @@ def layer_names(spec: DecoderSpec, i: int) -> dict[str, str]:
     return found
 
 
+def layer_shapes(spec: DecoderSpec) -> dict[str, tuple[int, ...]]:
+    """Field, as in `layer_names` -> the shape its weight must have."""
+    q, kv, hidden, inner = (
+        spec.num_heads * spec.head_dim,
+        spec.num_kv_heads * spec.head_dim,
+        spec.hidden_size,
+        spec.intermediate_size,
+    )
+    outputs = {"q": q, "k": kv, "v": kv, "o": hidden, "gate": inner, "up": inner, "down": hidden}
+    shapes: dict[str, tuple[int, ...]] = {f"{field}.bias": (size,) for field, size in outputs.items()}
+    shapes |= {field: (size, {"o": q, "down": inner}.get(field, hidden)) for field, size in outputs.items()}
+    return shapes | {norm: (spec.head_dim if norm in ("q_norm", "k_norm") else hidden,) for norm in NORMS}
+
+
 def root_names(spec: DecoderSpec) -> list[str]:
     """Names of the weights outside the layers; a tied head has none of its own."""
     names = [spec.names.embed, spec.names.final_norm]
@@ -162,7 +176,7 @@ class FusedWeights:
         if not self._layers:
             self._layers = [_new_layer(self._packed, self._probed) for _ in self.spec.layers]
         with source.scope(""):
-            self._embed = _copy(self._embed, source.get(self.spec.names.embed), self.dtype, self.device)
+            self._embed = _copy(self._embed, _embedding(self.spec, source), self.dtype, self.device)
             self._final = _load_final(
                 self._final, self.spec, source, self.dtype, self.device, self._rows, self._embed, self._probed
             )
@@ -246,7 +260,7 @@ class StreamedWeights:
     @contextmanager
     def embed(self) -> Iterator[Tensor]:
         with self._source.scope(""):
-            yield self._source.get(self.spec.names.embed).to(self._device, self._dtype)
+            yield _embedding(self.spec, self._source).to(self._device, self._dtype)
 
     @contextmanager
     def layer(self, i: int) -> Iterator[LayerWeights]:
@@ -273,14 +287,27 @@ def _new_layer(packed: bool, probed: dict[tuple[int, int], int] | None) -> Layer
 def _load_layer(
     layer: LayerWeights, spec: DecoderSpec, i: int, source: WeightSource, dtype: torch.dtype, device: torch.device
 ) -> None:
-    names = layer_names(spec, i)
+    names, shapes = layer_names(spec, i), layer_shapes(spec)
     merged = ((layer.qkv, "qkv"), (layer.o, ("o",)), (layer.gate_up, ("gate", "up")), (layer.down, ("down",)))
     for linear, fields in merged:
-        biases = [source.get(names[f"{f}.bias"]) for f in fields] if f"{fields[0]}.bias" in names else None
-        linear.load([source.get(names[f]) for f in fields], biases, dtype, device)
+        biases = [f"{field}.bias" for field in fields if f"{field}.bias" in names]
+        linear.load(
+            [_fetch(source, names[field], shapes[field]) for field in fields],
+            [_fetch(source, names[field], shapes[field]) for field in biases] or None,
+            dtype,
+            device,
+        )
     for field in NORMS:
         if field in names:
-            setattr(layer, field, _copy(getattr(layer, field), source.get(names[field]), dtype, device))
+            value = _fetch(source, names[field], shapes[field])
+            setattr(layer, field, _copy(getattr(layer, field), value, dtype, device))
+
+
+def _fetch(source: WeightSource, name: str, shape: tuple[int, ...], rows: slice | None = None) -> Tensor:
+    value = source.get(name, rows)
+    if value.shape != shape:
+        raise ValueError(f"{name} has shape {list(value.shape)}; allowed: {list(shape)}, as the config says")
+    return value
 
 
 def _load_final(
@@ -295,22 +322,27 @@ def _load_final(
 ) -> FinalWeights:
     """`embed`: the copy to tie the head to, where one is kept. Head rows are rounded to the compute dtype, as the trainer's
     are, and then held in fp32."""
-    norm = _copy(old and old.norm, source.get(spec.names.final_norm), dtype, device)
+    norm = _copy(old and old.norm, _fetch(source, spec.names.final_norm, (spec.hidden_size,)), dtype, device)
     bias = None
     if spec.head_bias:
-        rounded = source.get(_head_bias(spec), slice(0, rows)).to(dtype)
+        rounded = _fetch(source, _head_bias(spec), (rows,), slice(0, rows)).to(dtype)
         bias = _copy(old and old.head.bias, rounded, torch.float32, device)
     if spec.tie_word_embeddings and embed is not None and dtype == torch.float32:
         weight = embed[:rows]
     else:
         name = spec.names.embed if spec.tie_word_embeddings else spec.names.head
-        weight = _copy(old and old.head.weight, source.get(name, slice(0, rows)).to(dtype), torch.float32, device)
+        rounded = _fetch(source, name, (rows, spec.hidden_size), slice(0, rows)).to(dtype)
+        weight = _copy(old and old.head.weight, rounded, torch.float32, device)
     head = Head(weight, bias, rows)
     if probed is not None:
         if weight.shape not in probed:
             probed[weight.shape] = safe_rows(head.logits, weight.shape[1], torch.float32, device)
         head = _PaddedHead(weight, bias, rows, min_rows=probed[weight.shape])
     return FinalWeights(norm, head)
+
+
+def _embedding(spec: DecoderSpec, source: WeightSource) -> Tensor:
+    return _fetch(source, spec.names.embed, (spec.vocab_size, spec.hidden_size))
 
 
 def _copy(into: Tensor | None, value: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:

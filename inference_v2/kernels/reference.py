@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 QUERY_ROWS = 16  # rows (query tokens x heads that share a kv head) of one attention tile, at least one token
@@ -54,9 +53,14 @@ def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[T, 2 I] -> [T, I]: silu of the first half times the second (https://arxiv.org/abs/2002.05202)."""
+    """[T, 2 I] -> [T, I]: silu of the first half, rounded, times the second (https://arxiv.org/abs/2002.05202).
+
+    Written with exp: F.silu takes another code path for the last elements of a thread's share, so that a token's bits would
+    depend on the batch. In bf16 the two are equal.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide))).to(gate.dtype) * up
 
 
 def paged_attention(
