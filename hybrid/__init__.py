@@ -10,8 +10,10 @@ Rooms:
     optim       optimizers, schedules, clipping
     modes       the swap between training and generation, with its ledger
     engine      HybridEngine: generate, score, forward_backward, optim_step, save / load, save_pretrained
-    checkpoint, export   sharded checkpoints; HF folders
-    monitor     metrics.jsonl, progress line, loggers
+    checkpoint  sharded checkpoints without pickles (optim_state, rng: the optimizer and the generators in them)
+    export      HF folders, tensor by tensor (safetensors_stream: the file format)
+    folders     folders that are there whole or not at all, agreed on by all ranks
+    monitor     progress line, loggers, phase times (records: metrics.jsonl and completions.jsonl)
 """
 
 from __future__ import annotations

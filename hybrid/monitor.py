@@ -147,7 +147,7 @@ class Monitor:
 
     def _open_loggers(self, step: int) -> list[Logger]:
         if self._loggers is None:
-            named = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
+            named: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WandB, "trackio": Trackio}
             chosen = [(kind, project) for name, kind in named.items() if (project := getattr(self._config, name))]
             self._loggers = [kind(self._dir, project, self._settings, step) for kind, project in chosen]
         return self._loggers

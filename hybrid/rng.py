@@ -21,7 +21,7 @@ def capture() -> dict[str, Tensor]:
         "torch.cpu": torch.get_rng_state(),  # uint8
         "python.words": torch.tensor(words, dtype=torch.int64),
         "python.gauss": torch.tensor([] if gauss is None else [gauss], dtype=torch.float64),
-        "numpy.keys": torch.from_numpy(keys.astype(np.int64)),
+        "numpy.keys": torch.from_numpy(np.asarray(keys, dtype=np.int64)),
         "numpy.position": torch.tensor([position, has_gauss], dtype=torch.int64),
         "numpy.gauss": torch.tensor([cached], dtype=torch.float64),
     }

@@ -55,5 +55,5 @@ def write_safetensors(path: str | os.PathLike[str], infos: Sequence[TensorInfo],
             tensor = next(tensors)
             assert (tensor.dtype, tuple(tensor.shape)) == (info.dtype, info.shape), (info, tensor.dtype, tensor.shape)
             if tensor.numel():
-                file.write(memoryview(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
             del tensor  # before the next one is made
