@@ -20,8 +20,10 @@ from hybrid.config import HybridConfig
 from hybrid.export import save_pretrained
 from hybrid.loss_head import TokenLoss, chunked_loss
 from hybrid.mesh import open_mesh
-from hybrid.models import ShardedModel, empty_batch, inputs, mode
-from hybrid.modes import Generation, Runner, Swap
+from hybrid.models import ShardedModel
+from hybrid.modes import Generation, Swap
+from hybrid.policy import empty_batch, inputs, mode
+from hybrid.runner import Runner
 from inference_v2.head import Head
 from inference_v2.types import Completion, SamplingParams
 
@@ -81,7 +83,7 @@ class HybridEngine:
     @property
     def max_model_len(self) -> int:
         """Prompt and new tokens of one request, at most."""
-        return self.config.rollout.engine.max_model_len or self.model.spec.max_position_embeddings
+        return self.model.max_positions
 
     @property
     def ledger(self) -> Swap | None:
@@ -269,7 +271,7 @@ class HybridEngine:
         """A HF folder that the model's own auto class loads, in `dtype` (None: the compute dtype). What text never runs (a
         vision tower) is copied from the source folder bit for bit."""
         model = self.model
-        towers = model.spec.ignored_prefixes if model.path else ()
+        towers = model.towers if model.path else ()
         save_pretrained(
             path,
             ((name, p.detach()) for name, p in model.parameters().items() if not name.startswith(towers)),

@@ -1,22 +1,20 @@
 """Transformers models enter here: built on meta, sharded, and streamed from safetensors into the shards.
 
-`PolicyModule` is the root around a HF causal LM; `ShardedModel` is that module with its shards, config and tokenizer. A frozen
-teacher is just this; a trained model adds an optimizer (engine.py).
+`ShardedModel` is a policy module with its shards, config and tokenizer. A frozen teacher is just this; a trained model adds an
+optimizer (engine.py).
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
 from hybrid import sharding
@@ -24,100 +22,16 @@ from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits
 from hybrid.mesh import Mesh
+from hybrid.policy import HeadFunction, PolicyModule, inputs, mode
 from hybrid.sharding import ShardedSource
 from inference_v2.head import Head
 from inference_v2.loading import eos_union, load_model
-from inference_v2.models import spec_of
+from inference_v2.models import REGISTRY, spec_of
 from inference_v2.models.spec import DecoderSpec
 from inference_v2.rope import force_table
 from inference_v2.weights import WeightSource
 
-R = TypeVar("R")
-HeadFunction = Callable[[Tensor, Head], R]  # (hidden [N, H], gathered head) -> anything that autograd and FSDP can walk
 AUTO_CLASSES = {"exaone4_5": AutoModelForImageTextToText}  # by model_type; all others: AutoModelForCausalLM
-
-
-class PolicyModule(nn.Module):
-    """A HF causal LM that gives the hidden states of chosen tokens, or what a function makes of them and of the head.
-
-    The function runs inside the forward of the HF head module, so that the hooks which gather the head fire around it.
-    """
-
-    def __init__(self, hf: PreTrainedModel, *, vocab_limit: int | None = None, activation_checkpointing: bool = False) -> None:
-        super().__init__()
-        self.hf = hf
-        self.vocab_limit = vocab_limit
-        text = hf.config.get_text_config()
-        self._scale = float(getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1))
-        self._softcap = getattr(text, "final_logit_softcapping", None)
-        _accept_function(self.head_module, self.gathered_head)
-        if activation_checkpointing:
-            for layer in self.layers:
-                _recompute_in_backward(layer)
-
-    @property
-    def head_module(self) -> nn.Module:
-        return self.hf.get_output_embeddings()
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The decoder layers, found by class."""
-        decoder = self.hf.get_decoder()
-        names = set(self.hf._no_split_modules or ())
-        found = [m for m in decoder.modules() if type(m).__name__.removeprefix("FSDP") in names]
-        if not found:
-            stacks = [m for m in decoder.children() if isinstance(m, nn.ModuleList)]
-            found = list(max(stacks, key=len, default=()))
-        if not found:
-            raise ValueError(
-                f"{type(self.hf).__name__}: no decoder layers found; it names none and its decoder has no module list"
-            )
-        return found
-
-    def named_hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by their name in the HF module; a tied weight once."""
-        return self.hf.named_parameters()
-
-    def gathered_head(self) -> Head:
-        """The head as it is right now: whole only while its group is gathered."""
-        module = self.head_module
-        return Head(module.weight, module.bias, vocab_limit=self.vocab_limit, scale=self._scale, softcap=self._softcap)
-
-    def forward(
-        self,
-        token_ids: Tensor,  # [B, L]
-        position_ids: Tensor,  # [B, L]
-        flat_index: Tensor,  # [T]: places of the packed tokens in the [B * L] view
-        hidden_index: Tensor | None = None,  # [N] into T; None: all of them
-        head_function: HeadFunction[R] | None = None,
-    ) -> R | Tensor:
-        decoder = self.hf.get_decoder()
-        states = decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state  # [B, L, H]
-        rows = flat_index if hidden_index is None else flat_index[hidden_index]
-        hidden = states.flatten(0, 1).index_select(0, rows)
-        return hidden if head_function is None else self.head_module(hidden, head_function)
-
-
-def _accept_function(head: nn.Module, gathered_head: Callable[[], Head]) -> None:
-    """Let `head(hidden, f)` be `f(hidden, Head)`, and `head(hidden)` what it was."""
-    plain = head.forward
-
-    def forward(self: nn.Module, hidden: Tensor, function: HeadFunction[R] | None = None) -> R | Tensor:
-        return plain(hidden) if function is None else function(hidden, gathered_head())
-
-    head.forward = MethodType(forward, head)  # type: ignore[method-assign]
-
-
-def _recompute_in_backward(layer: nn.Module) -> None:
-    """Keep only the layer's input for backward. Works in train and eval mode alike, and renames no parameter."""
-    plain = layer.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
-
-    layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
 
 
 class ShardedModel:
@@ -133,7 +47,6 @@ class ShardedModel:
         config: HybridConfig,
         mesh: Mesh,
         *,
-        spec: DecoderSpec,
         hf_config: PreTrainedConfig,
         trainable: bool,
         tokenizer: Any = None,
@@ -142,10 +55,15 @@ class ShardedModel:
         path: str | None = None,
         frozen: frozenset[str] = frozenset(),
     ) -> None:
-        self.config, self.mesh, self.spec, self.hf_config, self.path = config, mesh, spec, hf_config, path
+        self.config, self.mesh, self.hf_config, self.path = config, mesh, hf_config, path
+        self.spec: DecoderSpec | None = spec_of(hf_config) if hf_config.model_type in REGISTRY else None
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.vocab_limit = vocab_limit
-        force_table(hf, spec.rope, config.rollout.engine.max_model_len or spec.max_position_embeddings)
+        # What text never runs (a vision tower): frozen, in groups of its own that nothing gathers.
+        ignored = self.spec.ignored_prefixes if self.spec else ()
+        self.towers = tuple(prefix for prefix in ignored if any(n.startswith(prefix) for n, _ in hf.named_parameters()))
+        if self.spec is not None:
+            force_table(hf, self.spec.rope, self.max_positions)
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(trainable and name not in frozen and not self._is_frozen(name))
         self.module = PolicyModule(
@@ -156,7 +74,7 @@ class ShardedModel:
         sharding.shard(
             self.module,
             layers=self.module.layers,
-            apart=[hf.get_submodule(p.rstrip(".")) for p in self._towers(hf)],
+            apart=[hf.get_submodule(prefix.rstrip(".")) for prefix in self.towers],
             head=None if tied else head,
             mesh=mesh,
             config=config,
@@ -189,7 +107,6 @@ class ShardedModel:
             hf,
             config,
             mesh,
-            spec=loaded.spec,
             hf_config=loaded.hf_config,
             trainable=trainable,
             tokenizer=loaded.tokenizer,
@@ -218,7 +135,6 @@ class ShardedModel:
             hf,
             config,
             mesh,
-            spec=spec_of(hf_config),
             hf_config=hf_config,
             trainable=True,
             tokenizer=tokenizer,
@@ -227,13 +143,8 @@ class ShardedModel:
             frozen=frozenset(name for name, p in hf.named_parameters() if not p.requires_grad),
         )
 
-    def _towers(self, hf: PreTrainedModel) -> list[str]:
-        """Prefixes of what text never runs (a vision tower): frozen, in groups of their own that nothing gathers."""
-        names = [name for name, _ in hf.named_parameters()]
-        return [prefix for prefix in self.spec.ignored_prefixes if any(n.startswith(prefix) for n in names)]
-
     def _is_frozen(self, name: str) -> bool:
-        return name.startswith(self.spec.ignored_prefixes) or any(re.search(p, name) for p in self.config.freeze)
+        return name.startswith(self.towers) or any(re.search(p, name) for p in self.config.freeze)
 
     def _allocate(self) -> None:
         """Real memory for the shards; buffers were made real before."""
@@ -246,17 +157,16 @@ class ShardedModel:
         hf = self.module.hf
         persistent = {n: b for n, b in hf.named_buffers() if n in hf.state_dict()}
         wanted = dict(self.module.named_hf_parameters()) | persistent
-        _check_names(source, hf, wanted, self.spec.ignored_prefixes)
+        _check_names(source, hf, wanted, self.spec.ignored_prefixes if self.spec else ())
         shards, rank = sharding.shard_count(self.mesh), self.mesh.shard_rank
         for name, tensor in wanted.items():
-            if isinstance(tensor, nn.Parameter):
-                rows = source.get(name, sharding.local_rows(tensor.shape[0], shards, rank))
-            else:
-                rows = source.get(name)
-            target = sharding.local(tensor)
-            if rows.shape != target.shape:
+            total = tensor.shape[0]
+            cut = sharding.local_rows(total, shards, rank) if isinstance(tensor, nn.Parameter) else slice(0, total)
+            rows, target = source.get(name, cut), sharding.local(tensor)
+            last = source.get(name, slice(total - 1, total + 1))  # every rank looks, so that every rank raises
+            if rows.shape != target.shape or last.shape[0] != 1:
                 raise ValueError(
-                    f"{name}: rows of shape {tuple(rows.shape)} in the checkpoint, {tuple(target.shape)} by config.json"
+                    f"{name}: config.json says {list(tensor.shape)}, the checkpoint has another shape; fetch both from one place"
                 )
             target.copy_(rows)
 
@@ -306,12 +216,14 @@ class ShardedModel:
 
     def source(self) -> ShardedSource:
         """The weights by module name for the generator, gathered layer by layer in the compute dtype."""
-        return ShardedSource(
-            self.module,
-            self.module.hf,
-            {self.spec.names.layer.format(i=i): layer for i, layer in enumerate(self.module.layers)},
-            skipped=self.spec.ignored_prefixes,
-        )
+        layers = set(self.module.layers)
+        prefixes = {name: module for name, module in self.module.hf.named_modules() if module in layers}
+        return ShardedSource(self.module, self.module.hf, prefixes, skipped=self.towers)
+
+    @property
+    def max_positions(self) -> int:
+        """Prompt and new tokens of one request, at most; also what a rotary table that depends on a length is made for."""
+        return self.config.rollout.engine.max_model_len or self.hf_config.get_text_config().max_position_embeddings
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The sharded parameters (DTensors) by HF name; frees what is gathered, which would hide them."""
@@ -371,29 +283,3 @@ def _check_names(source: WeightSource, hf: PreTrainedModel, wanted: dict[str, Te
     surplus = sorted(n for n in given - known if not n.startswith(ignored) and not any(re.search(p, n) for p in unused))
     if missing or surplus:
         raise ValueError(f"checkpoint and config.json disagree; missing: {missing or 'none'}; surplus: {surplus or 'none'}")
-
-
-@contextmanager
-def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
-    """Train or eval mode for a while; every submodule's own flag comes back, also after an exception."""
-    flags = [(m, m.training) for m in module.modules()]
-    module.train(train)
-    try:
-        yield
-    finally:
-        for m, flag in flags:
-            m.training = flag
-
-
-def inputs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """`batch.padded()`, at least one token wide: a rank without tokens runs one that nothing reads, with the same collectives."""
-    if batch.num_tokens:
-        return batch.padded()
-    one = torch.zeros(1, 1, dtype=torch.long, device=batch.token_ids.device)
-    return one, one, one[0, :0]
-
-
-def empty_batch(device: torch.device | str = "cpu") -> Batch:
-    """No sequences at all."""
-    none = torch.zeros(0, dtype=torch.long, device=device)
-    return Batch(none, none, torch.zeros(1, dtype=torch.long, device=device), none, none, none)

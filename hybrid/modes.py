@@ -7,26 +7,27 @@ for each step, in lock step; ranks agree before every step whether any of them h
 from __future__ import annotations
 
 import logging
-import resource
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from hybrid import rng
-from hybrid.mesh import Mesh
+from hybrid.memory import checksum, free_bytes, peak_bytes
 from hybrid.models import ShardedModel
+from hybrid.module_copy import ModuleCopy, open_module_copy
+from hybrid.runner import LockStep, Runner
 from hybrid.sharding import ShardedSource, gathered, reshard
 from inference_v2.engine import InferenceEngine
 from inference_v2.kernels import get_kernels
 from inference_v2.models.decoder import Decoder
+from inference_v2.models.fallback import ModuleDecoder
+from inference_v2.models.spec import DecoderSpec
 from inference_v2.rope import RopeTable
-from inference_v2.types import Completion, EngineStats, Request, SamplingParams
-from inference_v2.weights import FusedWeights, StreamedWeights
+from inference_v2.weights import FusedWeights, ModelWeights, StreamedWeights
 
 log = logging.getLogger(__name__)
 Gather = Literal["full", "stream"]
@@ -45,96 +46,8 @@ class Swap:
     peak_bytes: int  # of this process: device memory on CUDA, resident memory elsewhere
 
 
-class LockStep:
-    """What ranks tell each other: one small all-reduce before each streamed step, and one when they leave.
-
-    Every rank calls `agree` until all have left or one has failed; after that, nobody does.
-    """
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
-        self.over = False
-
-    def agree(self, *, pending: bool, inside: bool, failed: bool = False) -> bool:
-        """True if any rank has work. Raises RuntimeError naming the other ranks that failed."""
-        table = self._mesh.table([pending, inside, failed])
-        lost = [rank for rank, row in enumerate(table) if row[2]]
-        self.over = bool(lost) or not any(row[1] for row in table)
-        if lost and not failed:
-            raise RuntimeError(f"generation failed on rank {', '.join(map(str, lost))}; its own error says why")
-        return not lost and any(row[0] for row in table)
-
-
-class Runner:
-    """What `engine.generating()` yields: the generator with this rank's share of the prompts.
-
-    Where layers are streamed, `step` (and so `generate`) is collective: a rank calls it until `has_work` is False on all.
-    """
-
-    def __init__(self, engine: InferenceEngine, lock_step: LockStep, source: ShardedSource | None) -> None:
-        self._engine = engine
-        self._lock_step = lock_step
-        self._source = source  # None: nothing is gathered in a step
-        self._kept: list[Completion] = []  # finished while `generate` waited for others
-
-    def add(self, request: Request) -> int:
-        return self._engine.add(request)
-
-    def abort(self, request_id: int) -> None:
-        self._engine.abort(request_id)
-
-    def stats(self) -> EngineStats:
-        return self._engine.stats()
-
-    @property
-    def has_work(self) -> bool:
-        """Of this rank."""
-        return self._engine.has_work
-
-    def step(self) -> list[Completion]:
-        """Advance every running request by a step; the samples that finished."""
-        if self._source is None:
-            return self._engine.step()
-        kept, self._kept = self._kept, []
-        return kept + self._pass() if self._lock_step.agree(pending=self.has_work, inside=True) else kept
-
-    def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: Sequence[int] | None = None
-    ) -> list[list[Completion]]:
-        """Per prompt its samples in order. `keys` name the prompts for the randomness (None: their place in the list)."""
-        if self._source is None:
-            return self._engine.generate(prompts, sampling, keys)
-        numbers = range(len(prompts)) if keys is None else keys
-        ids = [self.add(Request(tuple(p), sampling, key)) for p, key in zip(prompts, numbers, strict=True)]
-        found: dict[int, list[Completion]] = {i: [] for i in ids}
-        while self._lock_step.agree(pending=self.has_work, inside=True):
-            for completion in self._pass():
-                found.get(completion.request_id, self._kept).append(completion)
-        return [sorted(found[i], key=lambda c: c.sample_index) for i in ids]
-
-    def _pass(self) -> list[Completion]:
-        """One step in which every rank gathers every layer once, whatever becomes of this rank's own work."""
-        assert self._source is not None
-        self._source.opened = 0
-        try:
-            if self.has_work:
-                return self._engine.step()
-            self._engine.idle_step()
-            return []
-        finally:
-            for prefix in ("", *self._source.prefixes, "")[self._source.opened :]:
-                with self._source.scope(prefix):
-                    pass
-
-    def leave(self, *, failed: bool) -> None:
-        """Stay in step with the ranks that still generate. Raises RuntimeError if another rank failed."""
-        while not self._lock_step.over:
-            if self._lock_step.agree(pending=False, inside=False, failed=failed) and self._source is not None:
-                self._pass()
-
-
 class Generation:
-    """The generating side of one sharded model: its fused copy, its engine, and when to gather."""
+    """The generating side of one sharded model: its decoder, its copy of the weights, its engine, and when to gather."""
 
     def __init__(self, model: ShardedModel) -> None:
         self.model = model
@@ -142,8 +55,9 @@ class Generation:
         self.dtype = getattr(torch, model.config.compute_dtype)
         self.gather: Gather | None = None  # decided at the first swap
         self.ledger: list[Swap] = []
+        self._decoder: Decoder | ModuleDecoder | None = None
+        self._copy: FusedWeights | ModuleCopy | None = None  # None until the first swap, and where layers are streamed
         self._engine: InferenceEngine | None = None
-        self._copy: FusedWeights | None = None
         self._checksums: tuple[int, dict[str, int]] | None = None
 
     @contextmanager
@@ -153,8 +67,6 @@ class Generation:
         generators = rng.capture()
         self._verify_checksums(version)
         reshard(self.model.module)
-        if self.gather is None:
-            self.gather = self._choose()
         source = self.model.source()
         runner = None
         try:
@@ -162,62 +74,70 @@ class Generation:
             runner = Runner(engine, LockStep(self.model.mesh), source if self.gather == "stream" else None)
             entered = time.perf_counter()
             yield runner
+            runner.leave(failed=False)
+            leaving = time.perf_counter()
+            held = 0 if self._copy is None else self._copy.nbytes
+            self._leave()
+            self._record(version, source, held, (entered - started) * 1e3, (time.perf_counter() - leaving) * 1e3)
         except BaseException:
-            self._abandon()
+            self._drop_engine()  # its requests may be half done
             if runner is not None:
                 runner.leave(failed=True)
             raise
-        else:
-            runner.leave(failed=False)
-            leaving = time.perf_counter()
-            copy_bytes = self._copy.nbytes if self._copy is not None else 0
-            self._leave()
-            self._record(version, source, copy_bytes, (entered - started) * 1e3, (time.perf_counter() - leaving) * 1e3)
         finally:
             rng.restore(generators)
             assert not gathered(self.model.module), "a group is still gathered after generation"
 
+    def close(self) -> None:
+        """Free the copy and the KV pool."""
+        self._drop_engine()
+        if self._copy is not None:
+            self._copy.free()
+
     def _enter(self, source: ShardedSource, version: int) -> InferenceEngine:
         model, config = self.model, self.config.engine
-        if self.gather == "stream":
+        if self._decoder is None:
+            self.gather = self._choose()
+            self._decoder, self._copy = self._build()
+        weights: ModelWeights
+        if self._copy is None:
             weights = StreamedWeights(
                 model.spec, source, version, self.dtype, model.mesh.device, model.vocab_limit, config.batch_invariant
             )
         else:
-            if self._copy is None:
-                self._copy = FusedWeights(
-                    model.spec, self.dtype, model.mesh.device, None, model.vocab_limit, config.batch_invariant
-                )
             self._copy.refresh(source, version)
             weights = self._copy
-        if self._engine is None:
-            positions = config.max_model_len or model.spec.max_position_embeddings
-            decoder = Decoder(
-                model.spec,
-                get_kernels(config.kernels),
-                RopeTable.build(model.spec.rope, positions, self.dtype, model.mesh.device),
-            )
-            self._engine = InferenceEngine(
-                decoder,
-                weights,
-                config=config,
-                eos_token_ids=model.eos_token_ids,
-                tokenizer=model.tokenizer,
-                vocab_limit=model.vocab_limit,
-                device=model.mesh.device,
-                dtype=self.dtype,
-            )
-        else:
+        if self._engine is not None:
             self._engine.set_weights(weights)
+            return self._engine
+        self._engine = InferenceEngine(
+            self._decoder,
+            weights,
+            config=config,
+            eos_token_ids=model.eos_token_ids,
+            tokenizer=model.tokenizer,
+            vocab_limit=model.vocab_limit,
+            device=model.mesh.device,
+            dtype=self.dtype,
+        )
         return self._engine
+
+    def _build(self) -> tuple[Decoder | ModuleDecoder, FusedWeights | ModuleCopy | None]:
+        """Made once: the decoder (its rotary table is no weight), and an empty copy unless layers are streamed."""
+        model, config, device = self.model, self.config.engine, self.model.mesh.device
+        if model.spec is None:
+            return open_module_copy(model)
+        table = RopeTable.build(model.spec.rope, model.max_positions, self.dtype, device)
+        decoder = Decoder(model.spec, get_kernels(config.kernels), table)
+        if self.gather == "stream":
+            return decoder, None
+        return decoder, FusedWeights(model.spec, self.dtype, device, None, model.vocab_limit, config.batch_invariant)
 
     def _leave(self) -> None:
         """What `on_leave` says becomes of the copy and the KV pool."""
         if self.config.on_leave == "keep":
             return
-        assert self._engine is not None
-        self._engine.release()
-        self._engine = None
+        self._drop_engine()
         if self._copy is None:
             return
         if self.config.on_leave == "offload":
@@ -225,23 +145,21 @@ class Generation:
         else:
             self._copy.free()
 
-    def close(self) -> None:
-        """Free the fused copy and the KV pool."""
-        self._abandon()
-        if self._copy is not None:
-            self._copy.free()
-
-    def _abandon(self) -> None:
-        """After an exception requests may be half done: the next entry starts with a fresh engine."""
+    def _drop_engine(self) -> None:
         if self._engine is not None:
             self._engine.release()
             self._engine = None
 
     def _choose(self) -> Gather:
+        model, mesh = self.model, self.model.mesh
+        if model.spec is None and self.config.gather == "stream":
+            raise ValueError(f"rollout.gather=stream with model_type={model.hf_config.model_type!r}, which is not registered; "
+                             "allowed: full, auto")  # fmt: skip
         if self.config.gather != "auto":
             return self.config.gather
-        mesh, spec = self.model.mesh, self.model.spec
-        need = copy_bytes(self.model)
+        if model.spec is None:
+            return "full"
+        need = copy_bytes(model, model.spec)
         if self.config.max_copy_bytes is not None:
             have, origin = self.config.max_copy_bytes, "rollout.max_copy_bytes"
         else:
@@ -250,7 +168,7 @@ class Generation:
             have, origin = int(free), "half of the free memory per rank"
         gather: Gather = "full" if need <= have else "stream"
         log.info("rollout.gather=auto: %s, since a full copy of %s takes %d bytes and %s is %d",
-                 gather, spec.model_type, need, origin, have)  # fmt: skip
+                 gather, model.spec.model_type, need, origin, have)  # fmt: skip
         return gather
 
     def _verify_checksums(self, version: int) -> None:
@@ -276,38 +194,11 @@ class Generation:
         log.debug("swap: %s", swap)
 
 
-def copy_bytes(model: ShardedModel) -> int:
+def copy_bytes(model: ShardedModel, spec: DecoderSpec) -> int:
     """What the fused copy takes: weights in the compute dtype, and the head's counted rows in fp32."""
     size = getattr(torch, model.config.compute_dtype).itemsize
-    names = set(model.source().names()) - {model.spec.names.head}
+    names = set(model.source().names()) - {spec.names.head}
     weights = sum(p.numel() for name, p in model.parameters().items() if name in names)
-    rows = min(model.vocab_limit or model.spec.vocab_size, model.spec.vocab_size)
-    shared = model.spec.tie_word_embeddings and size == 4
-    return weights * size + (0 if shared else rows * model.spec.hidden_size * 4)
-
-
-def free_bytes(device: torch.device) -> int:
-    """Memory that can still be taken on this device; on CPU also within the limit of the process's control group."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        free = min(free, int(text) - int(used.read_text()))
-    return free
-
-
-def peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Of the bits: equal for equal tensors, almost surely different otherwise. Each element's bits are weighted by its place."""
-    if tensor.numel() == 0:
-        return 0
-    bits = tensor.contiguous().flatten().view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * (places * 2654435761 % 4294967291)).sum())
+    rows = min(model.vocab_limit or spec.vocab_size, spec.vocab_size)
+    shared = spec.tie_word_embeddings and size == 4
+    return weights * size + (0 if shared else rows * spec.hidden_size * 4)

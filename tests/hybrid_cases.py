@@ -98,10 +98,13 @@ def hf_module(folder: str, weights: dict[str, Tensor] | None = None) -> PreTrain
     config = AutoConfig.from_pretrained(folder)
     auto = AutoModelForImageTextToText if config.model_type == "exaone4_5" else AutoModelForCausalLM
     module = auto.from_pretrained(folder, dtype=torch.float32).eval()
-    if weights is not None:
-        with torch.no_grad():
-            for name, parameter in module.named_parameters():
-                parameter.copy_(weights[name])
+    return module if weights is None else with_weights(module, weights)
+
+
+@torch.no_grad()
+def with_weights(module: PreTrainedModel, weights: dict[str, Tensor]) -> PreTrainedModel:
+    for name, parameter in module.named_parameters():
+        parameter.copy_(weights[name])
     return module
 
 

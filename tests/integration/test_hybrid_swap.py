@@ -15,6 +15,7 @@ from hybrid_cases import (
     make_engine,
     pack,
     ragged_sequences,
+    with_weights,
 )
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny
@@ -54,12 +55,12 @@ def cycles(folder: str, rollout: dict, path: str | None, stage: int = 3) -> dict
     mine = PROMPTS[engine.rank :: engine.world_size]
     fixed = ragged_sequences(8)[engine.rank :: engine.world_size]
     held, wrong, left = [], [], []
+    hf = hf_module(folder)
     for _ in range(CYCLES):
         ids = _ids(engine.generate(mine, GREEDY))
         left += gathered(engine.model.module)
-        hf = hf_module(folder, full_weights(engine))
+        with_weights(hf, full_weights(engine))
         wrong += [(p, got) for p, got in zip(mine, ids, strict=True) if got != hf_greedy(hf, p, GREEDY.max_new_tokens)]
-        del hf
         engine.forward_backward([pack(fixed[:2]), pack(fixed[2:])], cross_entropy)
         engine.optim_step()
         left += gathered(engine.model.module)
@@ -158,7 +159,7 @@ def stop_early(folder: str) -> dict:
             "expected": expected,
             "length": len(sample.token_ids),
             "reason": sample.finish_reason,
-            "f": runner.stats().forwards,
+            "forwards": runner.stats().forwards,
         }
 
 
@@ -168,7 +169,7 @@ def test_a_stop_ends_the_lock_step_early(pool2, folders):
     for r in results:
         assert r["length"] == r["expected"]
         assert r["reason"] == "stop"
-        assert r["f"] <= longest + 1
+        assert r["forwards"] <= longest + 1
 
 
 def shares(folder: str, gather: str, counts: list[int]) -> dict:
@@ -327,6 +328,8 @@ def test_an_edit_between_two_entries_is_seen(folders):
 @pytest.mark.parametrize("on_leave", ["keep", "offload", "free"])
 def test_what_stays_after_leaving(folders, on_leave):
     engine = make_engine(folders("llama"), rollout={"gather": "full", "on_leave": on_leave})
+    engine.generate(PROMPTS, GREEDY)
+    engine.close()
     before = live_bytes()
     engine.generate(PROMPTS, GREEDY)
     once = live_bytes() - before
@@ -371,7 +374,7 @@ def test_a_copy_takes_the_bytes_that_auto_reckoned_with(folders):
         for dtype in ("float32", "bfloat16"):
             engine = make_engine(folders("llama", **overrides), compute_dtype=dtype, rollout={"gather": "full"})
             engine.generate(PROMPTS[:1], GREEDY)
-            assert copy_bytes(engine.model) == pytest.approx(engine.ledger.copy_bytes, rel=0.02)
+            assert copy_bytes(engine.model, engine.model.spec) == pytest.approx(engine.ledger.copy_bytes, rel=0.02)
 
 
 def checksums(folder: str) -> list[str]:
@@ -413,6 +416,31 @@ def test_rollout_and_training_log_probs_agree(pool2, folders, gather):
         assert result["max"] < 1e-4
     for result in pool2.run(certificate, folders("exaone4"), "bfloat16", gather):
         assert result["mean"] < 0.1
+
+
+def unregistered(folder: str, rollout: dict) -> dict:
+    engine = make_engine(folder, rollout=rollout)
+    wrong = []
+    for _ in range(2):
+        ids = _ids(engine.generate(PROMPTS[: 1 + engine.rank], GREEDY))
+        hf = hf_module(folder, full_weights(engine))
+        wrong += [got for p, got in zip(PROMPTS, ids, strict=False) if got != hf_greedy(hf, p, 6)]
+        engine.forward_backward([pack(ragged_sequences(2, seed=engine.rank))], cross_entropy)
+        engine.optim_step()
+    return {"wrong": wrong, "left": gathered(engine.model.module), "gather": engine.ledger.gather}
+
+
+@pytest.mark.parametrize("family", ["granite", "gpt2"])
+@pytest.mark.parametrize("on_leave", ["free", "offload", "keep"])
+def test_an_unregistered_family_trains_and_generates_with_its_own_module(pool2, folders, family, on_leave):
+    for result in pool2.run(unregistered, folders(family), {"on_leave": on_leave}):
+        assert result == {"wrong": [], "left": [], "gather": "full"}
+
+
+def test_an_unregistered_family_cannot_be_streamed(folders):
+    engine = make_engine(folders("granite"), rollout={"gather": "stream"})
+    with pytest.raises(ValueError, match="not registered"):
+        engine.generate(PROMPTS, GREEDY)
 
 
 def test_a_single_process_needs_no_launcher(folders):

@@ -1,0 +1,128 @@
+"""The module that is trained: a HF causal LM whose head runs a function of hidden states and head, and how batches enter it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from hybrid.batch import Batch
+from inference_v2.head import Head
+
+R = TypeVar("R")
+HeadFunction = Callable[[Tensor, Head], R]  # (hidden [N, H], gathered head) -> anything that autograd and FSDP can walk
+
+
+class PolicyModule(nn.Module):
+    """A HF causal LM that gives the hidden states of chosen tokens, or what a function makes of them and of the head.
+
+    The function runs inside the forward of the HF head module, so that the hooks which gather the head fire around it.
+    """
+
+    def __init__(self, hf: PreTrainedModel, *, vocab_limit: int | None = None, activation_checkpointing: bool = False) -> None:
+        super().__init__()
+        self.hf = hf
+        self.vocab_limit = vocab_limit
+        text = hf.config.get_text_config()
+        self._scale = float(getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1))
+        self._softcap = getattr(text, "final_logit_softcapping", None)
+        _accept_function(self.head_module, self.gathered_head)
+        if activation_checkpointing:
+            for layer in self.layers:
+                _recompute_in_backward(layer)
+
+    @property
+    def head_module(self) -> nn.Module:
+        return self.hf.get_output_embeddings()
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The decoder layers, found by class."""
+        decoder = self.hf.get_decoder()
+        names = set(self.hf._no_split_modules or ())
+        found = [m for m in decoder.modules() if type(m).__name__.removeprefix("FSDP") in names]
+        if not found:
+            stacks = [m for m in decoder.children() if isinstance(m, nn.ModuleList)]
+            found = list(max(stacks, key=len, default=()))
+        if not found:
+            raise ValueError(
+                f"{type(self.hf).__name__}: no decoder layers found; it names none and its decoder has no module list"
+            )
+        return found
+
+    def named_hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Parameters by their name in the HF module; a tied weight once."""
+        return self.hf.named_parameters()
+
+    def gathered_head(self) -> Head:
+        """The head as it is right now: whole only while its group is gathered."""
+        module = self.head_module
+        return Head(module.weight, module.bias, vocab_limit=self.vocab_limit, scale=self._scale, softcap=self._softcap)
+
+    def forward(
+        self,
+        token_ids: Tensor,  # [B, L]
+        position_ids: Tensor,  # [B, L]
+        flat_index: Tensor,  # [T]: places of the packed tokens in the [B * L] view
+        hidden_index: Tensor | None = None,  # [N] into T; None: all of them
+        head_function: HeadFunction[R] | None = None,
+    ) -> R | Tensor:
+        decoder = self.hf.get_decoder()
+        states = decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state  # [B, L, H]
+        rows = flat_index if hidden_index is None else flat_index[hidden_index]
+        hidden = states.flatten(0, 1).index_select(0, rows)
+        return hidden if head_function is None else self.head_module(hidden, head_function)
+
+
+def _accept_function(head: nn.Module, gathered_head: Callable[[], Head]) -> None:
+    """Let `head(hidden, f)` be `f(hidden, Head)`, and `head(hidden)` what it was."""
+    plain = head.forward
+
+    def forward(self: nn.Module, hidden: Tensor, function: HeadFunction[R] | None = None) -> R | Tensor:
+        return plain(hidden) if function is None else function(hidden, gathered_head())
+
+    head.forward = MethodType(forward, head)  # type: ignore[method-assign]
+
+
+def _recompute_in_backward(layer: nn.Module) -> None:
+    """Keep only the layer's input for backward. Works in train and eval mode alike, and renames no parameter."""
+    plain = layer.forward
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return plain(*args, **kwargs)
+        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
+
+    layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
+
+
+@contextmanager
+def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
+    """Train or eval mode for a while; every submodule's own flag comes back, also after an exception."""
+    flags = [(m, m.training) for m in module.modules()]
+    module.train(train)
+    try:
+        yield
+    finally:
+        for m, flag in flags:
+            m.training = flag
+
+
+def inputs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """`batch.padded()`, at least one token wide: a rank without tokens runs one that nothing reads, with the same collectives."""
+    if batch.num_tokens:
+        return batch.padded()
+    one = torch.zeros(1, 1, dtype=torch.long, device=batch.token_ids.device)
+    return one, one, one[0, :0]
+
+
+def empty_batch(device: torch.device | str = "cpu") -> Batch:
+    """No sequences at all."""
+    none = torch.zeros(0, dtype=torch.long, device=device)
+    return Batch(none, none, torch.zeros(1, dtype=torch.long, device=device), none, none, none)
