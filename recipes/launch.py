@@ -9,6 +9,7 @@ Signals: the first SIGTERM or SIGINT asks for a checkpoint at the end of the ste
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -98,6 +99,7 @@ def run_ranks(argv: Sequence[str], nproc: int) -> int:
             context.close = lambda death_sig=None, timeout=LOST_RANK_SECONDS: close(death_sig, timeout)  # type: ignore[method-assign]
             return pids
 
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # what matters is said below, in a line
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint="localhost:0",
@@ -129,15 +131,20 @@ def run_ranks(argv: Sequence[str], nproc: int) -> int:
 
 def _explain(exit_codes: dict[int, int]) -> int:
     """The job's exit code from those of the ranks that failed, with one line where a rank was lost."""
+    # The root cause first: a rank killed from outside, then one that failed by itself (bad input before a crash); ranks that
+    # failed because a peer was gone, or that the agent ended, come last.
+    def cause(item: tuple[int, int]) -> tuple[int, int]:
+        rank, code = item
+        ended = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
+        return (3 if ended else 0 if code < 0 else 1 if code == 2 else 2), rank
+
     if not exit_codes:
         return 0
-    killed = {rank: -code for rank, code in exit_codes.items() if code < 0 and -code != signal.SIGTERM}
-    if killed:  # the root cause: the others failed because a peer was gone
-        rank, signum = next(iter(sorted(killed.items())))
-        print(f"hybrid: error: rank {rank} was killed by {signal.Signals(signum).name}; the job ended", file=sys.stderr)
+    rank, code = min(exit_codes.items(), key=cause)
+    if code < 0:
+        print(f"hybrid: error: rank {rank} was killed by {signal.Signals(-code).name}; the job ended", file=sys.stderr)
         return 1
-    rank, code = next(iter(sorted(exit_codes.items())))
-    if code == 2 or code > 128:  # bad input, already explained by the rank; or stopped by a signal after saving
-        return code
-    print(f"hybrid: error: rank {rank} failed with exit code {code}; the job ended", file=sys.stderr)
-    return 1
+    if code != 2 and code < 128:  # the rank itself has explained bad input, and a stop by a signal after saving
+        print(f"hybrid: error: rank {rank} failed with exit code {code}; the job ended", file=sys.stderr)
+        return 1
+    return code

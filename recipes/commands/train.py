@@ -81,6 +81,8 @@ def train(config: RunConfig, stop: launch.StopSignal) -> int:
 
         result = run_loop(prepared, stop=stop)
         if result.stopped_by_signal:
+            if launch.is_main_rank():
+                print(f"hybrid: stopped and saved at step {result.steps}; the same command goes on from there", file=sys.stderr)
             return stop.exit_code
         if launch.is_main_rank():
             print_summary(prepared)
