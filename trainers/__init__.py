@@ -10,6 +10,10 @@ Rooms:
     scoring     teachers behind one seam: each fills one named field
     certificate log p_rollout against log p_train
     evaluation  greedy completions on held-out prompts, scored by a reward
-    loop        the only training loop; it knows no algorithm
+    statistics  what a step's rollouts look like
+    algorithm   what the loop asks of an algorithm
     opsd, sft   an algorithm each
+    loop        the only training loop; it knows no algorithm
+    run_folder  config.yaml, where to go on, the model to start from
+    new_model   a small random model with a character tokenizer
 """

@@ -15,12 +15,31 @@ from trainers.types import Prompt, Rollout
 
 
 class Algorithm(Protocol):
-    prompts_per_step: int  # over all ranks
-    temperature: float  # of the loss and of log-probs
-    with_prompt: bool  # whether the prompt's own tokens are trained on
-    scorers: Sequence[Scorer]
-    reduction: Reduction
-    constant_length: int | None  # of reduction sum_per_constant
+    @property
+    def prompts_per_step(self) -> int:
+        """Over all ranks."""
+        ...
+
+    @property
+    def temperature(self) -> float:
+        """Of the loss and of log-probs."""
+        ...
+
+    @property
+    def with_prompt(self) -> bool:
+        """Whether the prompt's own tokens are trained on."""
+        ...
+
+    @property
+    def scorers(self) -> Sequence[Scorer]: ...
+
+    @property
+    def reduction(self) -> Reduction: ...
+
+    @property
+    def constant_length(self) -> int | None:
+        """Of reduction sum_per_constant."""
+        ...
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError, before the first step, for prompts that lack what this algorithm needs."""

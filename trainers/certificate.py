@@ -71,7 +71,7 @@ def certify(
     mine = mine[: -(-config.max_sequences // engine.world_size)]
     token_bound, mean_bound = DEFAULT_BOUNDS[compute_dtype]
     bound = config.bound or token_bound
-    total, beyond, count, largest = 0.0, 0, 0, 0.0
+    total = beyond = count = largest = 0.0
     for batch in engine.equalise(make_batches(mine, micro_batch_tokens)):
         trained = engine.score(batch, temperature=temperature)
         if batch.rollout_logprobs_raw is None or batch.on_policy is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -44,9 +45,9 @@ def write_new_model(new: NewModel, folder: Path) -> None:
         near = difflib.get_close_matches(unknown[0], known, 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ValueError(f"model.new.settings: {', '.join(unknown)} unknown to {config_class.__name__}{hint}")
-    size = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
+    fields: dict[str, Any] = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0}
     try:
-        config = config_class(**{**size, **new.settings})
+        config = config_class(**{**fields, **new.settings})
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(new.seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

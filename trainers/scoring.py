@@ -115,7 +115,7 @@ def open_teacher(
     if isinstance(teacher, SelfTeacher) and teacher.weights == "live":
         return TeacherScorer(engine.model, engine, **options)
     compute = teacher.compute_dtype or config.compute_dtype
-    averaged = isinstance(teacher, SelfTeacher) and teacher.weights == "ema"
+    decay = teacher.ema_decay if isinstance(teacher, SelfTeacher) and teacher.weights == "ema" else None
     path = teacher.path if isinstance(teacher, FrozenTeacher) else start
     if path is None:
         raise ValueError("teacher.recipe is not trained yet; run it first and set teacher.path to its model folder")
@@ -124,13 +124,13 @@ def open_teacher(
         update={"compute_dtype": compute, "master_dtype": "float32", "vocab_limit": limit, "dropout": False}
     )
     # Only an average needs fp32 masters: a frozen copy is held in the dtype it computes in.
-    model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=averaged)
+    model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=decay is not None)
     if isinstance(teacher, FrozenTeacher):
         check_same_vocabulary(engine.tokenizer.get_vocab(), model.tokenizer and model.tokenizer.get_vocab(), path)
         rows = model.hf_config.get_text_config().vocab_size
         if limit is not None and rows < limit:
             raise ValueError(f"teacher {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching teacher")
-    return TeacherScorer(model, engine, ema_decay=teacher.ema_decay if averaged else None, offload=teacher.offload, **options)
+    return TeacherScorer(model, engine, ema_decay=decay, offload=teacher.offload, **options)
 
 
 def check_same_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int] | None, name: str, show: int = 3) -> None:

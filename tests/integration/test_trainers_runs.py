@@ -90,6 +90,25 @@ def test_a_killed_or_stopped_run_ends_bit_equal(make, name):
         assert lines(tree, "completions.jsonl") == lines(whole, "completions.jsonl")
 
 
+@pytest.mark.parametrize("teacher", list(TEACHERS))
+def test_bf16_compute_on_fp32_masters_resumes_bit_equal(make, teacher):
+    changes = {"engine.compute_dtype": "bfloat16", **TEACHERS[teacher]}
+    whole, cut = make("opsd", "whole", **changes), make("opsd", "cut", **changes)
+    _, expected = run(whole)
+    run(cut, stop_after=3)
+    _, rest = run(cut)
+    assert rest[4]["loss"] == expected[4]["loss"]
+    assert same(weights(cut), weights(whole))
+    assert expected[1]["certificate_mean"] <= 0.1
+
+
+def test_a_teacher_may_be_offloaded_between_uses(make):
+    plain, offloaded = make("opsd", "plain", max_steps=2), make("opsd", "offloaded", max_steps=2, **{"teacher.offload": True})
+    _, expected = run(plain)
+    _, records = run(offloaded)
+    assert [records[s]["loss"] for s in (1, 2)] == [expected[s]["loss"] for s in (1, 2)]
+
+
 def test_a_kill_before_the_first_checkpoint_starts_over(make):
     tree, whole = make("sft"), make("sft", "whole")
     with pytest.raises(Killed):

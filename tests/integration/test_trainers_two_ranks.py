@@ -52,6 +52,12 @@ def test_two_ranks_train_what_one_does(make, pool2, teacher, prompts):
         torch.testing.assert_close(second[name], first[name], rtol=0, atol=1e-5)
 
 
+def test_layers_may_be_streamed_to_the_rollouts(make, pool2):
+    full, stream = (make("opsd", g, **{"engine.rollout.gather": g, "rollout.prompts_per_step": 1}) for g in ("full", "stream"))
+    losses = [pool2.run(run_and_report, tree)[0]["losses"] for tree in (full, stream)]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-5)
+
+
 def test_sft_on_two_ranks_is_sft_on_one(make, pool2):
     one, two = (make("sft", name, **{"engine.optimizer": SGD, "max_steps": 3}) for name in ("one", "two"))
     run(one)

@@ -1,0 +1,63 @@
+"""Evaluation means, the completions table, and the statistics of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainers.config import EvalConfig
+from trainers.evaluation import Evaluation, Evaluator, table_rows
+from trainers.statistics import rollout_statistics
+from trainers.types import Prompt, Rollout, Span
+
+
+class OneRank:
+    """Stands for a mesh of one rank."""
+
+    def sum(self, values):
+        return [float(v) for v in values]
+
+    max = sum
+
+
+def rollout(length: int, *, source: str = "policy", finish: str = "stop", index: int = 0) -> Rollout:
+    return Rollout(
+        prompt=Prompt(index=index, ids=(1, 2), text="1+1=", answer="2"),
+        sample_index=0,
+        ids=(1, 2, *range(length)),
+        spans=(Span(2, 2 + length, source),),
+        logprobs=(-1.0,) * length,
+        logprobs_raw=(-2.0,) * length,
+        finish_reason=finish,
+        weight_version=1,
+        text="2",
+        reward=1.0,
+    )
+
+
+def test_statistics_of_a_step():
+    found = rollout_statistics([rollout(4), rollout(2, source="given"), rollout(6, finish="length")], OneRank())
+    assert found == pytest.approx(
+        {
+            "response_length_min": 2, "response_length_mean": 4, "response_length_max": 6, "truncated": 1 / 3, "sampled": 10 / 12,
+            "rollout_logprob": -1.0, "rollout_logprob_raw": -2.0,
+        }
+    )  # fmt: skip
+    assert "rollout_logprob" not in rollout_statistics([rollout(2, source="given")], OneRank())
+
+
+def test_an_evaluation_is_checked_before_the_run():
+    prompts = [Prompt(0, (1,), "a", answer="1"), Prompt(5, (1,), "b")]
+    with pytest.raises(ValueError, match="row 5 of the data has no answer"):
+        Evaluator(EvalConfig(reward="exact_match"), prompts)
+    with pytest.raises(ValueError, match="did you mean numeric_match"):
+        Evaluator(EvalConfig(reward="numeric_mach"), prompts)
+    Evaluator(EvalConfig(reward="regex:."), prompts)
+
+
+def test_rows_of_the_table():
+    (row,) = table_rows("eval", [rollout(3, index=4)])
+    assert row == {
+        "kind": "eval", "row": 4, "sample": 0, "prompt": "1+1=", "completion": "2", "answer": "2", "reward": 1.0, "length": 3,
+        "finish_reason": "stop", "source": "policy",
+    }  # fmt: skip
+    assert Evaluation(0.5, 3.0, 0.0, 2, ()).metrics() == {"eval_reward": 0.5, "eval_length": 3.0, "eval_truncated": 0.0}
