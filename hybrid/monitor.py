@@ -29,12 +29,24 @@ CELL_CHARACTERS = 120  # of a completion in the console's table
 class LogSettings(Protocol):
     """What Monitor reads of a recipe's `log:` section."""
 
-    console: bool
-    every: int  # steps between progress lines and points in the loggers; metrics.jsonl has every step
-    console_completions_every: int | None
-    tensorboard: bool
-    wandb: str | None  # project
-    trackio: str | None  # project
+    @property
+    def console(self) -> bool: ...
+    @property
+    def every(self) -> int:
+        """Steps between progress lines and points in the loggers; metrics.jsonl has every step."""
+        ...
+
+    @property
+    def console_completions_every(self) -> int | None: ...
+    @property
+    def tensorboard(self) -> bool: ...
+    @property
+    def wandb(self) -> str | None:
+        """Project, as of trackio."""
+        ...
+
+    @property
+    def trackio(self) -> str | None: ...
 
 
 @dataclass
