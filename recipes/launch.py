@@ -26,13 +26,19 @@ SAME_SIGNAL_SECONDS = 1.0  # a launcher may forward what the terminal already de
 
 
 class StopSignal:
-    """Callable: has a signal asked this run to stop? Only a flag is set; the training loop polls it."""
+    """Callable: has a signal asked this run to stop? Inside of its `with`, a signal sets a flag that the training loop polls."""
 
     def __init__(self) -> None:
         self.signum: int | None = None
         self._first = 0.0
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._note)
+
+    def __enter__(self) -> StopSignal:
+        self._before = {signum: signal.signal(signum, self._note) for signum in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
 
     def __call__(self) -> bool:
         return self.signum is not None
@@ -131,6 +137,7 @@ def run_ranks(argv: Sequence[str], nproc: int) -> int:
 
 def _explain(exit_codes: dict[int, int]) -> int:
     """The job's exit code from those of the ranks that failed, with one line where a rank was lost."""
+
     # The root cause first: a rank killed from outside, then one that failed by itself (bad input before a crash); ranks that
     # failed because a peer was gone, or that the agent ended, come last.
     def cause(item: tuple[int, int]) -> tuple[int, int]:

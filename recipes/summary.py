@@ -9,13 +9,8 @@ from recipes.commands.plot import plot, read_metrics
 from trainers.config import RunConfig
 
 
-def print_summary(config: RunConfig) -> None:
-    """Draw the plots (where matplotlib is installed) and print the lines."""
-    for line in summary(config):
-        print(line, flush=True)
-
-
 def summary(config: RunConfig) -> Iterator[str]:
+    """The lines; draws the plots where matplotlib is installed."""
     run_dir = Path(config.output_dir)
     scores = eval_rewards(run_dir)
     reward = config.eval.reward

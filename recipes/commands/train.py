@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fcntl
+import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import yaml
 from recipes import launch
 from recipes.preflight import check, check_files
 from recipes.settings import SettingsError, load_settings
+from recipes.summary import summary
 from trainers.config import RunConfig
 
 EXAMPLES = """\
@@ -63,17 +65,21 @@ def run(args: argparse.Namespace) -> int:
         if args.nproc > 1:
             check_files(config)  # so that one process says what is wrong, and no rank starts
             return launch.run_ranks(["train", args.config, *args.overrides], args.nproc)
-    return train(config, stop=launch.StopSignal())
+    with launch.StopSignal() as stop:
+        return train(config, stop)
 
 
 def train(config: RunConfig, stop: launch.StopSignal) -> int:
     """This process's rank of a run: its parts first (data, start model, teacher), then the run itself."""
-    from recipes.parts import prepare
-    from recipes.summary import print_summary
-
+    level = logging.INFO if launch.is_main_rank() else logging.ERROR
+    logging.basicConfig(format="hybrid: %(message)s", level=logging.WARNING)
+    for package in ("inference_v2", "hybrid", "trainers", "recipes"):
+        logging.getLogger(package).setLevel(level)
     if launch.is_rank():
         launch.leave_with_launcher()
     with locked(Path(config.output_dir)) if launch.is_main_rank() else contextlib.nullcontext():
+        from recipes.parts import prepare
+
         prepared = prepare(config, stop)
         if prepared is None:
             return stop.exit_code
@@ -85,7 +91,7 @@ def train(config: RunConfig, stop: launch.StopSignal) -> int:
                 print(f"hybrid: stopped and saved at step {result.steps}; the same command goes on from there", file=sys.stderr)
             return stop.exit_code
         if launch.is_main_rank():
-            print_summary(prepared)
+            print("\n".join(summary(prepared)))
     return 0
 
 
