@@ -20,7 +20,8 @@ from inference_v2.types import SamplingParams
 
 ROWS_AT_ONCE = 8  # rows of a pass: their temporaries stay in the CPU's cache
 SEGMENT = 256  # tokens of one step of the coarse walk
-MIN_CANDIDATES = 256  # tokens looked at first under truncation, before all are sorted
+MIN_CANDIDATES = 256  # tokens looked at first under truncation
+MORE_CANDIDATES = 16  # times as many where those do not decide
 MASS_SLACK = 1e-7  # a mass of top_p up to fp32 rounding is reached
 
 
@@ -134,6 +135,9 @@ class _Scaled:
         weights = F.pad(values.exp(), (0, -z.shape[-1] % SEGMENT)).unflatten(-1, (-1, SEGMENT))
         return cls(values, weights, weights.sum(-1, dtype=torch.float64))
 
+    def rows(self, index: Tensor) -> _Scaled:
+        return _Scaled(self.values[index], self.weights[index], self.sums[index])
+
     @property
     def mass(self) -> Tensor:  # [R] fp64
         return self.sums.sum(-1)
@@ -168,16 +172,21 @@ def _truncated_walk(scaled: _Scaled, u: Tensor, draws: list[Draw]) -> tuple[Tens
     top_p = torch.tensor([d.sampling.top_p for d in draws], dtype=torch.float64, device=u.device)
     min_p = torch.tensor([d.sampling.min_p for d in draws], dtype=torch.float64, device=u.device)
     limits = (top_k, top_p, min_p)
+    ids = torch.empty_like(top_k)
+    mass = torch.empty_like(u)
+    open_rows = torch.arange(len(draws), device=u.device)
     asked = max((d.sampling.top_k for d in draws if d.sampling.top_k < size), default=0)
-    count = min(size, max(MIN_CANDIDATES, asked + 1))
-    candidates = scaled.values.topk(count, sorted=False).indices
-    ids, mass, sure = _walk_candidates(scaled, candidates, u, *limits)
-    if not bool(sure.all()):
-        open_rows = (~sure).nonzero().squeeze(-1)
-        everything = torch.arange(size, device=u.device).expand(len(open_rows), -1)
-        part = _Scaled(scaled.values[open_rows], scaled.weights[open_rows], scaled.sums[open_rows])
-        limits = tuple(limit[open_rows] for limit in limits)
-        ids[open_rows], mass[open_rows], _ = _walk_candidates(part, everything, u[open_rows], *limits)
+    count = max(MIN_CANDIDATES, asked + 1)
+    while len(open_rows):  # more candidates for the rows whose outcome they do not decide, in the end all tokens
+        part = scaled if len(open_rows) == len(draws) else scaled.rows(open_rows)
+        if count < size:
+            candidates = part.values.topk(count, sorted=False).indices
+        else:
+            candidates = torch.arange(size, device=u.device).expand(len(open_rows), -1)
+        found, kept, sure = _walk_candidates(part, candidates, u[open_rows], *(limit[open_rows] for limit in limits))
+        ids[open_rows], mass[open_rows] = found, kept
+        open_rows = open_rows[~sure]
+        count *= MORE_CANDIDATES
     return ids, mass
 
 

@@ -132,6 +132,12 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_have_mass(set_uniforms, 
         assert out.logprobs == [0.0, 0.0]
 
 
+def test_a_rest_that_rounding_made_negative_or_too_large_still_picks_a_token_with_mass():
+    weights = torch.tensor([[0.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
+    for u, expected in ((-1e-17, 1), (0.0, 1), (1.0, 2), (3.0, 2), (3.1, 2)):
+        assert sampler._pick(weights, torch.tensor([u], dtype=torch.float64))[0].item() == expected
+
+
 def test_greedy_takes_the_lowest_of_equal_logits_and_reports_the_raw_logprob():
     z = torch.tensor([[0.0, 2.0, 2.0, 1.0]])
     out = draw(z, [row(SamplingParams(temperature=0.0, top_k=3, top_p=0.1))])

@@ -274,6 +274,17 @@ def test_no_block_of_other_weights_is_found():
     assert host.scheduler.counters.tokens_hit == 12  # of the second request, in blocks of version 1
 
 
+def test_a_waiting_sequence_that_was_looked_up_forgets_the_old_weights_too():
+    host = Host((40,), (None,), 4, max_step_tokens=64)
+    host.add(list(range(16)), max_new=4)
+    host.drain()
+    waiting = host.add(list(range(16)), max_new=4)
+    assert host.blocks.find(waiting).num_tokens == 12
+    host.scheduler.restart(1)
+    host.drain()
+    assert host.scheduler.counters.tokens_hit == 0
+
+
 def test_a_windowed_hit_needs_the_whole_window():
     host = Host((20, 20), (None, 6), 4, max_step_tokens=64)
     prompt = list(range(20))
