@@ -130,6 +130,18 @@ def test_each_of_n_samples_equals_the_single_run_with_its_index():
         assert outcome(alone[0, i]) == outcome(together[0, i])
 
 
+def test_samples_go_on_when_the_first_one_ends_at_its_first_token():
+    (free,) = fake_engine().generate([PROMPT], SamplingParams(max_new_tokens=8, num_samples=4))
+    first = free[0].token_ids[0]
+    engine = fake_engine()
+    (samples,) = engine.generate([PROMPT], SamplingParams(max_new_tokens=8, num_samples=4, stop_token_ids=(first,)))
+    assert samples[0].token_ids == (first,)
+    for a, b in zip(samples, free):
+        assert a.token_ids == b.token_ids[: len(a.token_ids)]
+    assert max(len(sample.token_ids) for sample in samples) > 1
+    assert engine.stats().prompt_tokens_prefilled == 100
+
+
 def test_samples_beyond_max_running_wait_and_draw_the_same():
     sampling = SamplingParams(max_new_tokens=6, num_samples=5)
     wide = fake_engine().generate([PROMPT], sampling)
