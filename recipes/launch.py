@@ -138,12 +138,13 @@ def run_ranks(argv: Sequence[str], nproc: int) -> int:
 def _explain(exit_codes: dict[int, int]) -> int:
     """The job's exit code from those of the ranks that failed, with one line where a rank was lost."""
 
-    # The root cause first: a rank killed from outside, then one that failed by itself (bad input before a crash); ranks that
-    # failed because a peer was gone, or that the agent ended, come last.
     def cause(item: tuple[int, int]) -> tuple[int, int]:
+        """The root cause first: a rank killed from outside, bad input, a crash (which a lost peer may have caused), a stop after
+        saving, and last a rank that the agent ended."""
         rank, code = item
-        ended = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        return (3 if ended else 0 if code < 0 else 1 if code == 2 else 2), rank
+        if code < 0:
+            return (4 if code == -signal.SIGTERM else 0), rank
+        return (1 if code == 2 else 2 if code < 128 else 3), rank
 
     if not exit_codes:
         return 0

@@ -44,12 +44,14 @@ def prepare(config: RunConfig, stop: Callable[[], bool]) -> RunConfig | None:
 
     for folder, sub in sub_recipes(config).items():
         if (Path(folder) / "model" / "config.json").exists():
-            _say(f"{folder}/model is there; using it")
+            say(f"{folder}/model is there; using it")
             continue
-        _say(f"training {folder}/model")
-        if train(with_paths(sub), stop=stop).stopped_by_signal:
+        say(f"training {folder}/model")
+        result = train(with_paths(sub), stop=stop)
+        if result.stopped_by_signal:
+            say_stopped(result.steps)
             return None
-    _say(f"training {config.output_dir}/model")
+    say(f"training {config.output_dir}/model")
     return with_paths(config)
 
 
@@ -65,6 +67,10 @@ def with_paths(config: RunConfig) -> RunConfig:
     return config.model_copy(update=update)
 
 
-def _say(line: str) -> None:
+def say_stopped(steps: int) -> None:
+    say(f"stopped and saved at step {steps}; the same command goes on from there")
+
+
+def say(line: str) -> None:
     if launch.is_main_rank():
         print(f"hybrid: {line}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from recipes import launch
+from recipes.parts import prepare, say_stopped
 from recipes.preflight import check, check_files
 from recipes.settings import SettingsError, load_settings
 from recipes.summary import summary
@@ -78,8 +79,6 @@ def train(config: RunConfig, stop: launch.StopSignal) -> int:
     if launch.is_rank():
         launch.leave_with_launcher()
     with locked(Path(config.output_dir)) if launch.is_main_rank() else contextlib.nullcontext():
-        from recipes.parts import prepare
-
         prepared = prepare(config, stop)
         if prepared is None:
             return stop.exit_code
@@ -87,8 +86,7 @@ def train(config: RunConfig, stop: launch.StopSignal) -> int:
 
         result = run_loop(prepared, stop=stop)
         if result.stopped_by_signal:
-            if launch.is_main_rank():
-                print(f"hybrid: stopped and saved at step {result.steps}; the same command goes on from there", file=sys.stderr)
+            say_stopped(result.steps)
             return stop.exit_code
         if launch.is_main_rank():
             print("\n".join(summary(prepared)))

@@ -29,7 +29,8 @@ def _rows(seed: int, count: int, held_out: bool) -> Iterator[dict[str, Any]]:
     while len(seen) < count:
         a, b = rng.randint(20, 99), rng.randint(11, 60)
         gain = rng.random() < 0.5
-        if (a * 97 + b * 89 + gain) % 10 == 0 != held_out or (not gain and b >= a):
+        belongs_held_out = (a * 97 + b * 89 + gain) % 10 == 0
+        if belongs_held_out != held_out or (not gain and b >= a):
             continue  # a calculation belongs to one split, whatever the story around it
         row = _row(rng, a, b, gain)
         question = row["prompt"][0]["content"]
