@@ -66,7 +66,7 @@ class Linear:
     so that a row's bits do not depend on the batch it is in; the dict keeps that count per shape for all linears that share it.
     """
 
-    def __init__(self, packed: bool = False, probed: dict[tuple[int, int], int] | None = None) -> None:
+    def __init__(self, packed: bool = False, probed: dict[tuple[int, ...], int] | None = None) -> None:
         self._packed = packed
         self._probed = probed
         self._min_rows = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,8 +54,10 @@ def force_table(module: nn.Module, spec: RopeSpec, max_positions: int) -> None:
     when the model has no rotary embedding of this width.
     """
     inv_freq, factor = inverse_frequencies(spec, max_positions)
-    decoder = module.get_decoder() if hasattr(module, "get_decoder") else module  # the text model: vision towers keep their own
+    get_decoder = getattr(module, "get_decoder", None)
+    decoder: nn.Module = module if get_decoder is None else get_decoder()  # the text model: vision towers keep their own
     found = 0
+    rotary: Any
     for rotary in decoder.modules():
         buffer = getattr(rotary, "inv_freq", None)
         if not isinstance(buffer, Tensor) or not hasattr(rotary, "attention_scaling"):

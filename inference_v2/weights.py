@@ -160,7 +160,7 @@ class FusedWeights:
         self.version = -1
         self._packed = self.device.type == "cpu" and can_pack(dtype) if packed is None else packed
         self._rows = _head_rows(spec, vocab_limit)
-        self._probed: dict[tuple[int, int], int] | None = {} if batch_invariant else None
+        self._probed: dict[tuple[int, ...], int] | None = {} if batch_invariant else None
         self._embed: Tensor | None = None
         self._final: FinalWeights | None = None
         self._layers: list[LayerWeights] = []
@@ -202,8 +202,8 @@ class FusedWeights:
         if self._embed is None or self._final is None:
             return 0
         head = self._final.head
-        own_head = [t for t in (head.weight, head.bias) if t is not None and t.data_ptr() != self._embed.data_ptr()]
-        return sum(part.nbytes for part in (self._embed, self._final.norm, *own_head, *self._layers))
+        tensors = {t.data_ptr(): t.nbytes for t in (head.weight, head.bias, self._embed, self._final.norm) if t is not None}
+        return sum(tensors.values()) + sum(layer.nbytes for layer in self._layers)
 
     def offload(self) -> None:
         """Move the copy to host memory until `onload` or the next `refresh`; on a CPU it is there already."""
@@ -215,10 +215,11 @@ class FusedWeights:
     def _move(self, device: torch.device) -> None:
         if self._embed is None or self._final is None or self._embed.device == device:
             return
+        head, shared = self._final.head, self._final.head.weight.data_ptr() == self._embed.data_ptr()
         self._embed = self._embed.to(device)
-        head = self._final.head
+        weight = self._embed[: head.weight.shape[0]] if shared else head.weight.to(device)
         bias = None if head.bias is None else head.bias.to(device)
-        self._final = FinalWeights(self._final.norm.to(device), replace(head, weight=head.weight.to(device), bias=bias))
+        self._final = FinalWeights(self._final.norm.to(device), replace(head, weight=weight, bias=bias))
         for layer in self._layers:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
                 linear.move(device)
@@ -254,7 +255,7 @@ class StreamedWeights:
         self._dtype = dtype
         self._device = torch.device(device)
         self._rows = _head_rows(spec, vocab_limit)
-        self._probed: dict[tuple[int, int], int] | None = {} if batch_invariant else None
+        self._probed: dict[tuple[int, ...], int] | None = {} if batch_invariant else None
         self._layer: LayerWeights | None = None  # one layer's buffers, written over by the next
 
     @contextmanager
@@ -280,8 +281,8 @@ class StreamedWeights:
         return 0 if self._layer is None else self._layer.nbytes
 
 
-def _new_layer(packed: bool, probed: dict[tuple[int, int], int] | None) -> LayerWeights:
-    return LayerWeights(*(Linear(packed, probed) for _ in range(4)))
+def _new_layer(packed: bool, probed: dict[tuple[int, ...], int] | None) -> LayerWeights:
+    return LayerWeights(Linear(packed, probed), Linear(packed, probed), Linear(packed, probed), Linear(packed, probed))
 
 
 def _load_layer(
@@ -318,21 +319,22 @@ def _load_final(
     device: torch.device,
     rows: int,
     embed: Tensor | None,
-    probed: dict[tuple[int, int], int] | None,
+    probed: dict[tuple[int, ...], int] | None,
 ) -> FinalWeights:
     """`embed`: the copy to tie the head to, where one is kept. Head rows are rounded to the compute dtype, as the trainer's
     are, and then held in fp32."""
-    norm = _copy(old and old.norm, _fetch(source, spec.names.final_norm, (spec.hidden_size,)), dtype, device)
+    old_head = None if old is None else old.head
+    norm = _copy(None if old is None else old.norm, _fetch(source, spec.names.final_norm, (spec.hidden_size,)), dtype, device)
     bias = None
     if spec.head_bias:
         rounded = _fetch(source, _head_bias(spec), (rows,), slice(0, rows)).to(dtype)
-        bias = _copy(old and old.head.bias, rounded, torch.float32, device)
+        bias = _copy(None if old_head is None else old_head.bias, rounded, torch.float32, device)
     if spec.tie_word_embeddings and embed is not None and dtype == torch.float32:
         weight = embed[:rows]
     else:
         name = spec.names.embed if spec.tie_word_embeddings else spec.names.head
         rounded = _fetch(source, name, (rows, spec.hidden_size), slice(0, rows)).to(dtype)
-        weight = _copy(old and old.head.weight, rounded, torch.float32, device)
+        weight = _copy(None if old_head is None else old_head.weight, rounded, torch.float32, device)
     head = Head(weight, bias, rows)
     if probed is not None:
         if weight.shape not in probed:

@@ -40,11 +40,12 @@ class Decoder:
         eps = self.spec.norm_eps
         with weights.embed() as table:
             residual = F.embedding(batch.token_ids, table)  # [T, H]
-        branch = None  # output of the last branch, not yet added to the residual
+        branch: Tensor | None = None  # output of the last branch, not yet added to the residual
         for i in range(self.spec.num_layers):
             with weights.layer(i) as layer:
                 residual, branch = self._layer(i, layer, batch, cache, residual, branch)
         with weights.final() as final:
+            assert branch is not None, "a spec without layers"
             rows = batch.logit_rows
             hidden, _ = self.kernels.add_rms_norm(branch[rows], residual[rows], final.norm, eps)
             return hidden if read is None else read(hidden, final.head)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 
 from inference_v2.batch import Batch, GroupMeta
 from inference_v2.cache import KVCache
@@ -25,7 +25,7 @@ from inference_v2.kernels import Kernels
 from inference_v2.models.families import rope_spec
 from inference_v2.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from inference_v2.rope import force_table
-from inference_v2.weights import FinalWeights, LayerWeights
+from inference_v2.weights import FinalWeights, LayerWeights, ModelWeights
 
 PAGED = "hybrid_paged"  # name of our entry among transformers' attention functions
 UNKNOWN_FEATURES = ("position_bias", "alibi", "head_mask", "block_mask")
@@ -53,12 +53,12 @@ class _Recorder:
 class ModuleWeights:
     """A loaded module as ModelWeights. There are no layers to hand out: the module runs them itself."""
 
-    module: nn.Module
+    module: PreTrainedModel
     head: Head
     version: int = 0
 
     def embed(self) -> AbstractContextManager[Tensor]:
-        return nullcontext(self.module.get_input_embeddings().weight)
+        return nullcontext(_embedding(self.module))
 
     def layer(self, i: int) -> AbstractContextManager[LayerWeights]:
         raise NotImplementedError("the layers of an unregistered model type are run by its own module")
@@ -80,8 +80,9 @@ class ModuleDecoder:
         self.kernels = kernels
 
     @torch.no_grad()
-    def forward(self, batch: Batch, cache: KVCache, weights: ModuleWeights, read: Any = None) -> Any:
+    def forward(self, batch: Batch, cache: KVCache, weights: ModelWeights, read: Any = None) -> Any:
         """As models.decoder.Decoder.forward; with no tokens the module is not run."""
+        assert isinstance(weights, ModuleWeights), "a module's decoder runs with that module's weights only"
         step = _Step(batch, cache, self.kernels, self.spec)
         if batch.num_tokens:
             hidden = _hidden(weights.module, batch.token_ids, batch.positions, paged=step)[batch.logit_rows]
@@ -106,7 +107,7 @@ def open_module(
     if PAGED not in AttentionInterface().valid_keys():
         AttentionInterface.register(PAGED, _paged_attention)
     try:
-        module = AutoModelForCausalLM.from_pretrained(
+        module: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, attn_implementation=PAGED, use_safetensors=True, trust_remote_code=trust_remote_code
         )
     except KeyError as error:
@@ -189,14 +190,14 @@ def _paged_attention(
     return paged.kernels.paged_attention(q, k_pool, v_pool, *lens, tables, scale, spec.window, softcap, s_aux)[None], None
 
 
-def _hidden(module: nn.Module, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
+def _hidden(module: PreTrainedModel, ids: Tensor, positions: Tensor, **kwargs: Any) -> Tensor:
     """[T] ids of any number of requests -> final hidden states [T, H]."""
     out = module.get_decoder()(input_ids=ids[None], position_ids=positions[None], use_cache=False, **kwargs)
     return out.last_hidden_state[0]
 
 
 @torch.no_grad()
-def _read_spec(module: nn.Module) -> DecoderSpec:
+def _read_spec(module: PreTrainedModel) -> DecoderSpec:
     """The cache's geometry, from what the module hands to its attention function in a dry run."""
     config = module.config.get_text_config()
     recorder = _Recorder({})
@@ -214,10 +215,11 @@ def _read_spec(module: nn.Module) -> DecoderSpec:
     num_heads, num_kv_heads, head_dim = shapes.pop()
     windows = [call[3] for call in calls]
     groups = list(dict.fromkeys(windows))
+    vocab_size, hidden_size = _embedding(module).shape
     return DecoderSpec(
         model_type=config.model_type,
-        vocab_size=module.get_input_embeddings().weight.shape[0],
-        hidden_size=module.get_input_embeddings().weight.shape[1],
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
         intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -230,7 +232,12 @@ def _read_spec(module: nn.Module) -> DecoderSpec:
     )
 
 
-def _fix_rope(module: nn.Module, max_positions: int | None) -> None:
+def _embedding(module: PreTrainedModel) -> Tensor:
+    table: Any = module.get_input_embeddings()
+    return table.weight
+
+
+def _fix_rope(module: PreTrainedModel, max_positions: int | None) -> None:
     """Stop dynamic and longrope tables from switching with the longest position of whatever is in the batch."""
     config = module.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
@@ -242,7 +249,7 @@ def _fix_rope(module: nn.Module, max_positions: int | None) -> None:
     force_table(module, spec, max_positions or config.max_position_embeddings)
 
 
-def _read_head(module: nn.Module, vocab_limit: int | None) -> Head:
+def _read_head(module: PreTrainedModel, vocab_limit: int | None) -> Head:
     config, head = module.config.get_text_config(), module.get_output_embeddings()
     divisor = getattr(config, "logits_scaling", None)
     scale = 1.0 / divisor if divisor else getattr(config, "logit_scale", None) or 1.0
@@ -260,7 +267,7 @@ def _one_sequence(ids: Tensor, start: int, stop: int, num_groups: int, block_siz
 
 
 @contextmanager
-def _eager(module: nn.Module) -> Iterator[None]:
+def _eager(module: PreTrainedModel) -> Iterator[None]:
     module.set_attn_implementation("eager")
     try:
         yield
