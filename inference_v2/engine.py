@@ -329,7 +329,7 @@ class InferenceEngine:
 
 def _dtype(dtype: torch.dtype | str) -> torch.dtype:
     known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    found = known.get(dtype) if isinstance(dtype, str) else dtype
-    if found not in known.values():
-        raise ValueError(f"dtype={dtype!r}; allowed: {', '.join(known)}")
-    return found
+    name = str(dtype).removeprefix("torch.")
+    if name not in known:
+        raise ValueError(f"dtype={name!r}; allowed: {', '.join(known)}")
+    return known[name]

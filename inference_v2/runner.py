@@ -108,7 +108,7 @@ def _read(plan: Plan, jobs: Mapping[int, ScoreJob], hidden: Tensor, head: Head) 
         logits = head.logits(hidden[torch.tensor(rows[part], device=hidden.device)])
         tokens = sampler.draw(logits, [_draw_of(seq) for seq, _ in pairs[part]])
         columns = zip(pairs[part], tokens.token_ids, tokens.logprobs, tokens.logprobs_raw)
-        drawn += [DrawnToken(*pair, *values) for pair, *values in columns]
+        drawn += [DrawnToken(seq, leader, token, logprob, raw) for (seq, leader), token, logprob, raw in columns]
     return drawn
 
 

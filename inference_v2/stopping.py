@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Tokenizer(Protocol):
     """What the engine needs of a Hugging Face tokenizer."""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False) -> Any: ...
 
 
 class StopText:

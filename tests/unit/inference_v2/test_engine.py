@@ -330,7 +330,7 @@ def test_the_last_token_may_be_an_eos():
 
 
 class Letters:
-    def decode(self, token_ids, *, skip_special_tokens):
+    def decode(self, token_ids, skip_special_tokens=False):
         return "".join(chr(ord("A") + token) for token in token_ids)
 
 

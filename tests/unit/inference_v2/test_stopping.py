@@ -12,7 +12,7 @@ class Pieces:
         self.pieces = (b"", *pieces)
         self.decoded = 0
 
-    def decode(self, token_ids, *, skip_special_tokens):
+    def decode(self, token_ids, skip_special_tokens=False):
         self.decoded += len(token_ids)
         return b"".join(self.pieces[i] for i in token_ids).decode(errors="replace")
 
