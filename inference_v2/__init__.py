@@ -2,12 +2,13 @@
 
 Rooms, in the order a request meets them:
     types, config     what comes in and goes out (no torch)
-    sequence, blocks, scheduler   host decisions in plain Python (no torch)
+    admission, sequence, blocks, scheduler, stopping   host decisions in plain Python (no torch)
     cache, batch      the KV pools and one step's ragged metadata
     models/           a family is a table: spec -> the one generic decoder
     kernels/          one signature per op; `reference` is written to be read
     weights, loading  WeightSource -> fused weights; a HF folder is one source
-    rope, head, sampler
+    rope, head, sampler, scoring
+    runner            carries out one planned step
     engine            InferenceEngine: add / step / abort / stats, generate, score
 """
 

@@ -115,7 +115,7 @@ class InferenceEngine:
     def add(self, request: Request) -> int:
         """Queue a request; returns its id. What cannot be served comes back from the next `step` as a completion with `error`
         (one a sample). Raises ValueError when `request.id` is alive already."""
-        if request.id in self._alive:
+        if request.id in self._alive or request.id in self._jobs:
             raise ValueError(f"request id={request.id} is in use; allowed: an id that no unfinished request has, or None")
         request_id = self._new_id() if request.id is None else request.id
         num_samples = request.sampling.num_samples
