@@ -169,6 +169,7 @@ class ShardedModel:
                     f"{name}: config.json says {list(tensor.shape)}, the checkpoint has another shape; fetch both from one place"
                 )
             target.copy_(rows)
+            del rows  # before the next is read
 
     # -- verbs without gradients
 
