@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from paged import ModuleSource
+from paged import ModuleSource, Runner
 from tiny import FAMILIES, tiny_model
 
 from inference_v2.linear import PROBED_ROWS, Linear, can_pack, pad_rows, safe_rows
@@ -93,6 +93,22 @@ def test_missing_and_surplus_names_are_both_listed() -> None:
     names = set(ModuleSource(model).names()) - {"model.norm.weight", "lm_head.weight"} | {"model.layers.9.mlp.up_proj.weight"}
     with pytest.raises(ValueError, match=r"missing \[lm_head.weight, model.norm.weight\]; surplus \[model.layers.9.mlp.up"):
         check_names(spec_of(model.config), names)
+
+
+def test_surplus_alone_is_refused() -> None:
+    model = tiny_model("llama")
+    names = {*ModuleSource(model).names(), "model.layers.0.self_attn.q_norm.weight"}
+    with pytest.raises(ValueError, match=r"missing \[\]; surplus \[model.layers.0.self_attn.q_norm.weight\]"):
+        check_names(spec_of(model.config), names)
+
+
+def test_a_forward_without_tokens_enters_every_scope() -> None:
+    model = tiny_model("qwen3")
+    source = source_of(model)
+    spec = spec_of(model.config)
+    run = Runner(spec, StreamedWeights(spec, source, 0, torch.float32, "cpu"))
+    assert run.step([(0, torch.empty(0, dtype=torch.long))])[0].shape == (0, 96)
+    assert source.scopes == ["", *(f"model.layers.{i}" for i in range(4)), ""]
 
 
 def test_a_stored_tied_head_and_old_buffers_are_no_surplus() -> None:
