@@ -81,7 +81,7 @@ class TeacherScorer:
             with self.model.head() as head:
                 yield head
             return
-        # The live teacher's gathered head would be freed by the student's own forward, an offloaded one's by leaving the device.
+        # The student's own passes free and gather a live teacher's head again; an offloaded one's leaves the device.
         with self._on_device(), self.model.head() as head:
             copy = replace(head, weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
         yield copy
