@@ -12,7 +12,8 @@ from tiny import FAMILIES, tiny_model
 
 from inference_v2.linear import PROBED_ROWS, Linear, can_pack, pad_rows, safe_rows
 from inference_v2.models import spec_of
-from inference_v2.weights import FusedWeights, StreamedWeights, check_names
+from inference_v2.models.names import check_names
+from inference_v2.weights import FusedWeights, StreamedWeights
 
 CPU = torch.device("cpu")
 
