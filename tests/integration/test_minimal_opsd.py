@@ -1,8 +1,9 @@
 import json
 
-from recipes import minimal_opsd
 from tiny import save_tiny
 from transformers import AutoModelForCausalLM
+
+from recipes import minimal_opsd
 
 
 def test_the_minimal_script_brings_a_student_closer_to_its_teacher(tmp_path):
