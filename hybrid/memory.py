@@ -27,9 +27,10 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Of the bits: equal for equal tensors, almost surely different otherwise. Each element's bits are weighted by its place."""
-    if tensor.numel() == 0:
-        return 0
-    bits = tensor.contiguous().flatten().view(torch.uint8).to(torch.int64)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return int((bits * (places * 2654435761 % 4294967291)).sum())
+    """Of the bits: equal for equal tensors, almost surely different otherwise. Each element is weighted by its place."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = 0
+    for chunk in tensor.contiguous().flatten().view(integer).split(2**20):
+        places = torch.arange(1, chunk.numel() + 1, device=chunk.device)
+        total = (total * 31 + int((chunk.to(torch.int64) * places).sum())) % 2**61
+    return total
