@@ -3,12 +3,15 @@
 Rooms:
     config      HybridConfig and its parts (no torch)
     mesh        process group and device mesh
-    models      a HF module on meta, streamed from safetensors into shards; the policy module with its head
-    sharding    fully_shard by layer and dtype; ZeRO stages
+    models      a HF module on meta, streamed from safetensors into shards
+    policy      the module that is trained: decoder, and a head that runs the loss
+    sharding    fully_shard by layer and dtype; ZeRO stages; the shards as a weight source
     batch       packed micro-batches and their padded view
     loss_head   the chunked loss: [B, T, V] never exists
     optim       optimizers, schedules, clipping
-    modes       the swap between training and generation, with its ledger
+    modes       the swap between training and generation, with its ledger (memory: bytes free and used)
+    runner      what `generating()` yields; ranks in lock step
+    module_copy rollouts of model types outside the registry
     engine      HybridEngine: generate, score, forward_backward, optim_step, save / load, save_pretrained
     checkpoint  sharded checkpoints without pickles (optim_state, rng: the optimizer and the generators in them)
     export      HF folders, tensor by tensor (safetensors_stream: the file format)

@@ -192,8 +192,7 @@ class HybridEngine:
         try:
             yield
         except BaseException:
-            self.model.module.reset_iter_state()
-            sharding.reshard(self.model.module)
+            sharding.abandon(self.model.module)
             self.optimizer.zero_grad()
             raise
 

@@ -123,7 +123,7 @@ class ShardedModel:
         """A HF module in memory, sharded in place. All ranks get rank 0's weights; trainable ones become config.master_dtype,
         frozen ones keep their dtype. The module must not be used on its own afterwards."""
         hf_config = copy.deepcopy(hf.config)
-        hf.to(mesh.device)
+        hf.to(mesh.device)  # type: ignore[arg-type]
         master = getattr(torch, config.master_dtype)
         with torch.no_grad():
             for parameter in hf.parameters():
@@ -199,7 +199,7 @@ class ShardedModel:
             try:
                 return self.module(*inputs(batch), batch.loss_index, head_function)
             except BaseException:
-                self.module.reset_iter_state()
+                sharding.abandon(self.module)
                 raise
             finally:
                 sharding.reshard(self.module)

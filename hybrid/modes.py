@@ -101,6 +101,7 @@ class Generation:
             self._decoder, self._copy = self._build()
         weights: ModelWeights
         if self._copy is None:
+            assert model.spec is not None, "only registered types are streamed"
             weights = StreamedWeights(
                 model.spec, source, version, self.dtype, model.mesh.device, model.vocab_limit, config.batch_invariant
             )

@@ -43,10 +43,10 @@ class ModuleCopy(ModuleWeights):
         self.version = version
 
     def offload(self) -> None:
-        self.module.to("cpu")
+        self.module.to("cpu")  # type: ignore[arg-type]
 
     def onload(self) -> None:
-        self.module.to(self._device)
+        self.module.to(self._device)  # type: ignore[arg-type]
 
     def free(self) -> None:
         """Drop the weights; the next use needs a refresh."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -62,7 +62,7 @@ class PolicyModule(nn.Module):
 
     def gathered_head(self) -> Head:
         """The head as it is right now: whole only while its group is gathered."""
-        module = self.head_module
+        module = cast(nn.Linear, self.head_module)
         return Head(module.weight, module.bias, vocab_limit=self.vocab_limit, scale=self._scale, softcap=self._softcap)
 
     def forward(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -96,9 +97,15 @@ def gathered(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
 
 
-def set_sync(module: FSDPModule, stage: int, *, last: bool) -> None:
+def abandon(module: nn.Module) -> None:
+    """After a forward or backward that raised: drop what is in flight, free what is gathered, ready for the next."""
+    cast(FSDPModule, module).reset_iter_state()
+    reshard(module)
+
+
+def set_sync(module: nn.Module, stage: int, *, last: bool) -> None:
     """Say before a micro-batch's forward whether its backward reduces gradients (stages 0 and 1 wait for the last one)."""
-    module.set_requires_gradient_sync(last or stage >= 2)
+    cast(FSDPModule, module).set_requires_gradient_sync(last or stage >= 2)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -153,7 +160,7 @@ class ShardedSource:
             with torch.no_grad():  # a first gather in inference mode would break the next training step
                 for group in held:
                     group.unshard()
-            whole = {id(p): p.nbytes for group in held for p in group.parameters() if not isinstance(p, DTensor)}
+            whole = {id(p): p.nbytes for group in held for p in cast(nn.Module, group).parameters() if not isinstance(p, DTensor)}
             self.bytes_gathered += sum(whole.values())
             yield
         finally:

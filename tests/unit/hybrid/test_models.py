@@ -211,10 +211,11 @@ def from_memory(adapters: bool) -> dict:
     dtypes = {n: p.dtype for n, p in engine.model.parameters().items()}
     engine.forward_backward([pack(SEQUENCES[:3] if rank == 0 else SEQUENCES[3:])], cross_entropy)
     gradients = full_gradients(engine)
-    from_rank_0 = full_weights(engine)
+    weights = full_weights(engine)
+    rank_0 = {} if adapters else dict(tiny_model("llama", seed=0).named_parameters())
     with torch.no_grad():
         for name, parameter in twin.named_parameters():
-            parameter.copy_(from_rank_0[name])
+            parameter.copy_(weights[name])
     _hf_nll(twin.float(), _with_adapter if adapters else None).backward()
     expected = {n: p.grad for n, p in twin.named_parameters() if p.grad is not None}
     assert gradients.keys() == expected.keys()
@@ -222,7 +223,7 @@ def from_memory(adapters: bool) -> dict:
         "error": max(relative_error(gradients[n], expected[n]) for n in expected),
         "trained": sorted({str(dtypes[n]) for n in gradients}),
         "frozen": sorted({str(d) for n, d in dtypes.items() if n not in gradients}),
-        "checksum": sum(w.double().sum().item() for w in from_rank_0.values()),
+        "rank 0's": all(torch.equal(weights[n], p) for n, p in rank_0.items()),
     }
 
 
@@ -242,9 +243,8 @@ def _hf_nll(hf: nn.Module, rebind) -> torch.Tensor:
 
 
 def test_a_module_in_memory_trains_with_rank_0s_weights(pool2):
-    first, second = pool2.run(from_memory, False)
-    assert first["checksum"] == second["checksum"]
-    for result in (first, second):
+    for result in pool2.run(from_memory, False):
+        assert result["rank 0's"]
         assert result["error"] < 1e-5
         assert result["trained"] == ["torch.float32"]
 
