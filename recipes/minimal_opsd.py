@@ -71,6 +71,7 @@ def forward_kl(teacher_head: Head) -> TokenLoss:
     """KL(teacher || student) at each answered token, all logits in fp32."""
 
     def token_loss(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        assert chunk.teacher_hidden is not None
         with torch.no_grad():
             log_t = teacher_head.logits(chunk.teacher_hidden).log_softmax(-1)  # [C, V]
         log_s = logits.log_softmax(-1)  # [C, V]
@@ -84,7 +85,9 @@ def pack(completions: Sequence[Completion]) -> Batch:
     logits that predict token t come from token t - 1. Ids are those that were sampled: nothing is decoded and encoded again."""
     token_ids: list[int] = []
     positions: list[int] = []
-    cu_seqlens, loss_index, sequence_index = [0], [], []
+    cu_seqlens: list[int] = [0]
+    loss_index: list[int] = []
+    sequence_index: list[int] = []
     for number, completion in enumerate(completions):
         ids = completion.prompt_ids + completion.token_ids
         first = len(token_ids) + len(completion.prompt_ids)

@@ -13,7 +13,7 @@ from typing import Any
 from recipes import launch
 from recipes.data import make_all
 from recipes.settings import SettingsError, load_settings
-from trainers.config import RunConfig
+from trainers.config import FrozenTeacher, RunConfig
 
 
 def sub_recipes(config: RunConfig, folder: Path | None = None, above: tuple[str, ...] = ()) -> dict[str, RunConfig]:
@@ -62,7 +62,7 @@ def with_paths(config: RunConfig) -> RunConfig:
     if config.model.recipe is not None:
         update["model"] = config.model.model_copy(update={"path": str(out / "start" / "model"), "recipe": None})
     teacher = getattr(config, "teacher", None)
-    if getattr(teacher, "recipe", None) is not None:
+    if isinstance(teacher, FrozenTeacher) and teacher.recipe is not None:
         update["teacher"] = teacher.model_copy(update={"path": str(out / "teacher" / "model"), "recipe": None})
     return config.model_copy(update=update)
 
