@@ -168,7 +168,7 @@ def _walk(scaled: _Scaled, u: Tensor) -> tuple[Tensor, Tensor]:
 def _truncated_walk(scaled: _Scaled, u: Tensor, draws: list[Draw]) -> tuple[Tensor, Tensor]:
     """Top-k, top-p and min-p, then the inverse CDF over what is kept: (ids, mass kept)."""
     size = scaled.values.shape[-1]
-    top_k = torch.tensor([d.sampling.top_k or size for d in draws], device=u.device).clamp(max=size)
+    top_k = torch.tensor([min(d.sampling.top_k or size, size) for d in draws], device=u.device)
     top_p = torch.tensor([d.sampling.top_p for d in draws], dtype=torch.float64, device=u.device)
     min_p = torch.tensor([d.sampling.min_p for d in draws], dtype=torch.float64, device=u.device)
     limits = (top_k, top_p, min_p)
