@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+
 from inference_v2.stopping import StopText
 
 
@@ -48,3 +51,28 @@ def test_decoding_stays_incremental():
     tokenizer = Pieces(b"x")
     push_all(tokenizer, ("y",), [1] * 200)
     assert tokenizer.decoded < 200 * 6
+
+
+def test_a_string_found_too_early_is_not_found_again_beside_a_longer_one():
+    assert push_all(Pieces(b"stop", b"x"), ("stop", "something longer"), [1, 2, 2, 2]) == ["", None, None, None]
+
+
+def test_a_stop_string_is_found_though_its_token_ends_inside_a_character():
+    euro = "€".encode()
+    assert push_all(Pieces(b"a", b"stop" + euro[:1], euro[1:]), ("stop",), [1, 2, 3]) == [None, "a", None]
+
+
+def test_random_byte_pieces_are_found_as_soon_as_the_whole_text_holds_them():
+    rng = random.Random(0)
+    text = "naïve 世界 👩‍👩‍👧 \u200bé, done\n"
+    data = text.encode()
+    for _ in range(200):
+        cuts = sorted({0, len(data), *rng.sample(range(1, len(data)), 12)})
+        tokenizer = Pieces(*(data[a:b] for a, b in itertools.pairwise(cuts)))
+        ids = list(range(1, len(cuts)))
+        start = rng.randrange(len(text))
+        stop = text[start : start + rng.randint(1, 4)]
+        found = push_all(tokenizer, (stop,), ids)
+        first = next(n for n in range(len(ids)) if stop in tokenizer.decode(ids[: n + 1]))
+        assert found[:first] == [None] * first
+        assert found[first] == text[: text.find(stop)]
