@@ -7,6 +7,7 @@ folder, and a config that asks for remote code is refused unless the caller trus
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from inference_v2.models.spec import DecoderSpec
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+MAX_LAYERS = 10_000  # transformers expands patterns over the layers before it looks at their number
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 HUB_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "vocab.txt", "merges.txt", "spiece.model")
 
@@ -38,11 +40,10 @@ class FolderSource:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self._prefix = ""  # stripped from a name before it is looked up, see `strip_prefix`
-        index = self.path / INDEX
-        if index.is_file():
-            self._file_of = _read_index(self.path)
-        elif (self.path / SINGLE).is_file():
+        if (self.path / SINGLE).is_file():  # before an index, as transformers does: an old one may have been left behind
             self._file_of = {}
+        elif (self.path / INDEX).is_file():
+            self._file_of = _read_index(self.path)
         else:
             raise ValueError(_no_safetensors(self.path))
         self._files: dict[str, Any] = {}
@@ -53,8 +54,7 @@ class FolderSource:
                 raise ValueError(
                     f"{self.path / file} lacks {lacking[0]!r}, which {INDEX} says it holds; fetch the checkpoint again"
                 )
-            if not index.is_file():
-                self._file_of = dict.fromkeys(stored, file)
+            self._file_of = self._file_of or dict.fromkeys(stored, file)
 
     def strip_prefix(self, prefix: str) -> None:
         """Serve the file's name `x` as `prefix + x`: checkpoints saved from the base model lack the model's own prefix."""
@@ -103,9 +103,13 @@ def load_model(path_or_name: str | Path, *, trust_remote_code: bool = False, tok
         prefix = spec_of(config).names.embed.split(".")[0] + "."
         if not any(name.startswith(prefix) for name in source.names()):
             source.strip_prefix(prefix)
-    tokens = load_tokenizer(tokenizer or path, trust_remote_code=trust_remote_code)
+    tokens = load_tokenizer(path if tokenizer is None else tokenizer, trust_remote_code=trust_remote_code)
+    if tokens is None and tokenizer is not None:
+        raise ValueError(f"{tokenizer}: no tokenizer there; allowed: a folder with tokenizer files")
     generation_config = _read_json(path / "generation_config.json") if (path / "generation_config.json").is_file() else None
-    rows = config.get_text_config().vocab_size
+    rows = getattr(config.get_text_config(), "vocab_size", None)
+    if not isinstance(rows, int):
+        raise ValueError(f"{path}: model_type={config.model_type!r} has no vocabulary; allowed: causal language models")
     return LoadedModel(
         hf_config=config,
         source=source,
@@ -118,11 +122,10 @@ def load_model(path_or_name: str | Path, *, trust_remote_code: bool = False, tok
 
 def resolve(path_or_name: str | Path) -> Path:
     """A local folder as it is; otherwise a hub name, fetched into the hub's cache. Raises ValueError when it is neither."""
-    path = Path(path_or_name)
-    if path.is_dir():
+    path, name = Path(path_or_name), str(path_or_name)
+    if os.path.isdir(path):  # Path.is_dir raises for a name that is too long
         return path
-    name = str(path_or_name)
-    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or path.exists():
+    if name.count("/") > 1 or name.startswith(("/", ".", "~")) or os.path.exists(path):
         raise ValueError(f"{name}: no such folder; allowed: a folder with config.json, or a hub name like org/model")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -148,13 +151,26 @@ def load_config(path: str | Path, *, trust_remote_code: bool = False) -> PreTrai
     model_type = raw.pop("model_type", None)
     if not isinstance(model_type, str):
         raise ValueError(f"{file}: no model_type; allowed: {', '.join(REGISTRY)} or another type of transformers")
-    _expand_pattern(raw if model_type == "exaone4" else raw.get("text_config", {}))
     if model_type not in CONFIG_MAPPING:
         raise ValueError(f"{file}: model_type={model_type!r} is unknown to this transformers; registered: {', '.join(REGISTRY)}")
+    text = raw.get("text_config", {})
+    if not isinstance(text, dict):
+        raise ValueError(f"{file}: text_config={text!r}; allowed: a JSON object")
+    if raw.get("quantization_config") is not None:
+        raise ValueError(
+            f"{file}: the weights are quantised (quantization_config); allowed: float32, bfloat16 or float16 weights"
+        )
+    for part in (raw, text):
+        if isinstance(layers := part.get("num_hidden_layers"), int) and layers > MAX_LAYERS:
+            raise ValueError(f"{file}: num_hidden_layers={layers}; allowed: 1 to {MAX_LAYERS}")
     try:
-        return CONFIG_MAPPING[model_type].from_dict(raw)
-    except (ValueError, TypeError, KeyError, ZeroDivisionError, StrictDataclassError) as error:
+        _expand_pattern(raw if model_type == "exaone4" else text)
+        config = CONFIG_MAPPING[model_type].from_dict(raw)
+    except (ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError, StrictDataclassError) as error:
         raise ValueError(f"{file}: {_line(error)}") from None
+    if not isinstance(config.get_text_config(), PreTrainedConfig):
+        raise ValueError(f"{file}: text_config in a config of model_type={model_type!r}; allowed: none")
+    return config
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase | None:
@@ -167,7 +183,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
         _refuse_remote_code(settings, _read_json(settings), trust_remote_code)
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
+    except Exception as error:  # tokenizers raises bare Exceptions, and transformers whatever a malformed file leads to
         raise ValueError(f"{folder}: the tokenizer cannot be read ({_line(error)})") from None
 
 
@@ -175,12 +191,15 @@ def eos_union(
     hf_config: PreTrainedConfig, generation_config: Any | None = None, tokenizer: PreTrainedTokenizerBase | None = None
 ) -> frozenset[int]:
     """Every id that ends a text by any account: the config (and its text config), the generation config (an object or its
-    JSON), the tokenizer. Each may hold one id or a list."""
+    JSON), the tokenizer. Each may hold one id or a list. Raises ValueError for anything else."""
     found: set[int] = set()
     for holder in (hf_config, hf_config.get_text_config(), generation_config, tokenizer):
         ids = holder.get("eos_token_id") if isinstance(holder, dict) else getattr(holder, "eos_token_id", None)
-        if ids is not None:
-            found.update([ids] if isinstance(ids, int) else ids)
+        ids = [] if ids is None else ids if isinstance(ids, (list, tuple)) else [ids]
+        if not all(isinstance(i, int) for i in ids):
+            where = "generation_config" if holder is generation_config else type(holder).__name__
+            raise ValueError(f"{where}: eos_token_id={ids}; allowed: token ids, integers")
+        found.update(ids)
     return frozenset(found)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,21 +16,40 @@ from torch import Tensor, nn
 
 from inference_v2.models.spec import RopeSpec
 
+MAX_POSITIONS = 2**24  # a table of 64 frequencies takes 8 GiB there
+NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings", "beta_fast", "beta_slow",
+           "attention_factor", "mscale", "mscale_all_dim", "short_factor", "long_factor")  # fmt: skip
+
 
 def inverse_frequencies(spec: RopeSpec, max_positions: int) -> tuple[Tensor, float]:
     """([rotary_dim / 2] fp32 frequencies in radians per position, factor for cos and sin) of a table of `max_positions`.
 
     Sources: linear https://kaiokendev.github.io/til, dynamic (NTK) as in transformers, yarn https://arxiv.org/abs/2309.00071,
-    longrope https://arxiv.org/abs/2402.13753, llama3 as released with Llama 3.1. Raises ValueError for a missing parameter.
+    longrope https://arxiv.org/abs/2402.13753, llama3 as released with Llama 3.1. Raises ValueError for a parameter that is
+    missing or makes no sense.
     """
     if spec.kind not in _KINDS:
         raise ValueError(f"rope_type={spec.kind!r}; allowed: {', '.join(_KINDS)}")
+    parameters = {name: value for name, value in spec.parameters if value is not None}  # null in a config: not given
+    for name in NUMBERS:
+        value = parameters.get(name, 0)
+        if not all(_is_size(x) for x in (value if isinstance(value, tuple) else (value,))):
+            raise ValueError(f"rope_parameters: {name}={value!r}; allowed: finite numbers >= 0")
     try:
-        return _KINDS[spec.kind](spec, dict(spec.parameters), max_positions)
+        inv_freq, factor = _KINDS[spec.kind](spec, parameters, max_positions)
     except KeyError as missing:
         raise ValueError(
             f"rope_parameters of rope_type={spec.kind!r} lack {missing}; add it to the model's config.json"
         ) from None
+    except (TypeError, ZeroDivisionError):  # a list for a number, a factor of 0
+        inv_freq, factor = torch.zeros(0), math.nan
+    if not (math.isfinite(factor) and inv_freq.numel() and bool((inv_freq > 0).all() & inv_freq.isfinite().all())):
+        raise ValueError(f"rope_parameters {parameters} of rope_type={spec.kind!r} and theta {spec.theta} make no table")
+    return inv_freq, factor
+
+
+def _is_size(x: object) -> bool:
+    return isinstance(x, Real) and not isinstance(x, bool) and 0 <= x < math.inf
 
 
 @dataclass(frozen=True)
@@ -40,7 +60,9 @@ class RopeTable:
     @classmethod
     def build(cls, spec: RopeSpec, max_positions: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> RopeTable:
         """Angles, cos and sin in fp32 (in bf16, positions beyond a few hundred would be wrong), then cast to the activations'
-        dtype as the Hugging Face modules do."""
+        dtype as the Hugging Face modules do. Raises ValueError for a length that no table can have."""
+        if not 1 <= max_positions <= MAX_POSITIONS:
+            raise ValueError(f"a rotary table of {max_positions} positions; allowed: 1 to {MAX_POSITIONS}; set max_model_len")
         inv_freq, factor = inverse_frequencies(spec, max_positions)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
         return cls((angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype))
@@ -106,7 +128,7 @@ def _llama3(spec: RopeSpec, p: dict, max_positions: int) -> tuple[Tensor, float]
 
 def _yarn(spec: RopeSpec, p: dict, max_positions: int) -> tuple[Tensor, float]:
     dim, original = spec.rotary_dim, _original(spec, p)
-    factor = p["factor"] if p.get("factor") is not None else spec.max_position_embeddings / original
+    factor = p.get("factor", spec.max_position_embeddings / original)
 
     def dimension_of(turns: float) -> float:  # the (fractional) dimension that makes this many turns in the original context
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
@@ -124,7 +146,7 @@ def _yarn_scale(p: dict, factor: float) -> float:
     def scale(multiplier: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
 
-    if p.get("attention_factor") is not None:
+    if "attention_factor" in p:
         return float(p["attention_factor"])
     if p.get("mscale") and p.get("mscale_all_dim"):
         return scale(p["mscale"]) / scale(p["mscale_all_dim"])
@@ -136,7 +158,7 @@ def _longrope(spec: RopeSpec, p: dict, max_positions: int) -> tuple[Tensor, floa
     stretch = torch.tensor(p["long_factor"] if max_positions > original else p["short_factor"], dtype=torch.float32)
     if stretch.shape[0] != spec.rotary_dim // 2:
         raise ValueError(f"longrope has {stretch.shape[0]} factors; allowed: one per rotated pair, {spec.rotary_dim // 2}")
-    factor = p["factor"] if p.get("factor") is not None else spec.max_position_embeddings / original
+    factor = p.get("factor", spec.max_position_embeddings / original)
     scale = p.get("attention_factor")
     if scale is None:
         scale = 1.0 if factor <= 1.0 else math.sqrt(1 + math.log(factor) / math.log(original))

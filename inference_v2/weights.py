@@ -254,6 +254,8 @@ def _load_layer(
 
 def _fetch(source: WeightSource, name: str, shape: tuple[int, ...], rows: slice | None = None) -> Tensor:
     value = source.get(name, rows)
+    if not value.is_floating_point():
+        raise ValueError(f"{name} holds {value.dtype}; allowed: floating-point weights, not quantised ones")
     if value.shape != shape:
         raise ValueError(f"{name} has shape {list(value.shape)}; allowed: {list(shape)}, as the config says")
     return value

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any
 
 from inference_v2.models.spec import DecoderSpec, LayerSpec, RopeSpec, WeightNames
@@ -90,7 +92,9 @@ def exaone4_layer_types(num_layers: int, sliding_window: int | None, pattern: in
 
 
 def _spec(config: Any, windows: Sequence[int | None], rope: Sequence[bool] | None = None) -> DecoderSpec:
-    """What all families share: names of Llama, one cache group per distinct window."""
+    """What all families share: names of Llama, one cache group per distinct window. Raises ValueError for sizes that no model
+    can have."""
+    _check_sizes(config, windows)
     if config.hidden_act != "silu":
         raise ValueError(f"{config.model_type}: hidden_act={config.hidden_act!r}; allowed: silu")
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -116,14 +120,33 @@ def _spec(config: Any, windows: Sequence[int | None], rope: Sequence[bool] | Non
     )
 
 
+def _check_sizes(config: Any, windows: Sequence[int | None]) -> None:
+    sizes = [
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "max_position_embeddings",
+    ]
+    sizes += [name for name in ("num_key_value_heads", "head_dim") if getattr(config, name, None) is not None]
+    for name in sizes:
+        if not getattr(config, name) >= 1:
+            raise ValueError(f"{config.model_type}: {name}={getattr(config, name)}; allowed: >= 1")
+    if not all(window is None or window >= 1 for window in windows):
+        raise ValueError(f"{config.model_type}: sliding_window={config.sliding_window}; allowed: >= 1, or null for none")
+    if not 0 <= config.rms_norm_eps < math.inf:
+        raise ValueError(f"{config.model_type}: rms_norm_eps={config.rms_norm_eps}; allowed: finite and >= 0")
+
+
 def rope_spec(config: Any, rotary_dim: int) -> RopeSpec:
     """The flat `rope_parameters` of a config. Raises ValueError where there is none (a table per layer type, or no theta)."""
     parameters = dict(config.rope_parameters or {})
     kind = parameters.pop("rope_type", "default")
     theta = parameters.pop("rope_theta", None)
-    if theta is None:
+    if not (isinstance(kind, str) and isinstance(theta, Real) and 0 < theta < math.inf):
         given = config.rope_parameters
-        raise ValueError(f"{config.model_type}: rope_parameters={given!r} has no rope_theta; allowed: one flat table")
+        raise ValueError(f"{config.model_type}: rope_parameters={given!r}; allowed: one flat table with rope_theta > 0")
     parameters.pop("partial_rotary_factor", None)  # its effect is rotary_dim
     frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(parameters.items()))
     return RopeSpec(kind, float(theta), rotary_dim, frozen, config.max_position_embeddings)
@@ -141,4 +164,6 @@ def _refuse_partial_rotation(config: Any) -> None:
 
 
 def _typed_windows(config: Any) -> list[int | None]:
+    if unknown := set(config.layer_types) - {"sliding_attention", "full_attention"}:
+        raise ValueError(f"{config.model_type}: layer_types hold {min(unknown)!r}; allowed: sliding_attention, full_attention")
     return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import torch
 from paged import ModuleSource, Runner
 from safetensors.torch import load_file, save_file
 from tiny import CHARACTERS, EOS, character_tokenizer, save_tiny, tiny_config, tiny_model
+from transformers import ViTConfig
 
+from inference_v2 import InferenceEngine, SamplingParams
 from inference_v2.loading import INDEX, FolderSource, eos_union, load_config, load_model, tokenizer_vocab_limit
 from inference_v2.weights import FusedWeights
 
@@ -225,3 +229,122 @@ def test_a_folders_config_equals_transformers_own_reading(folder: Path) -> None:
 
     ours, theirs = load_config(folder).to_dict(), AutoConfig.from_pretrained(folder).to_dict()
     assert ours | {"_name_or_path": ""} == theirs | {"_name_or_path": ""}
+
+
+def load_engine(path: Path | str, **settings: object) -> InferenceEngine:
+    return InferenceEngine.from_pretrained(path, **settings)
+
+
+def answer(path: Path | str, **settings: object) -> tuple[int, ...]:
+    ((completion,),) = load_engine(path, **settings).generate([[5, 6, 7]], SamplingParams(max_new_tokens=4, temperature=0.0))
+    return completion.token_ids
+
+
+def test_a_folder_of_the_hubs_cache_is_links_to_blobs_and_loads(sharded: Path, tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for number, file in enumerate(sharded.iterdir()):
+        shutil.copy(file, blobs / str(number))
+        (snapshot / file.name).symlink_to(Path("../../blobs") / str(number))
+    (tmp_path / "link").symlink_to(snapshot)
+    want = answer(sharded)
+    for path in (snapshot, f"{sharded}/", tmp_path / "link", f"{tmp_path}/link/"):
+        assert answer(path) == want
+
+
+def test_old_checkpoints_hold_rotary_buffers_that_nobody_reads(folder: Path) -> None:
+    want, weights = answer(folder), load_file(folder / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+    save_file(weights, folder / "model.safetensors")
+    assert answer(folder) == want
+
+
+def test_a_whole_file_is_read_before_an_index_that_was_left_behind(sharded: Path, folder: Path) -> None:
+    save_tiny(sharded, "llama", seed=1)
+    (sharded / INDEX).write_text('{"weight_map": {"model.norm.weight": "model-00001-of-00009.safetensors"}}')
+    assert set(load_model(sharded).source.names()) >= {"model.norm.weight", "model.embed_tokens.weight"}
+
+
+def test_weights_that_are_not_floating_point_are_refused(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].to(torch.int8)
+    save_file(weights, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"model.norm.weight holds torch.int8; allowed: floating-point"):
+        load_engine(folder)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"text_config": None}, "text_config=None"),
+        ({"text_config": {}}, "text_config in a config of model_type='qwen3'"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"quantization_config": 5}, "quantised"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers=1000000000000; allowed: 1 to"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads=-2"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan"),
+        ({"max_position_embeddings": 10**12}, "rotary table of 1000000000000 positions"),
+        ({"max_position_embeddings": -1}, "max_position_embeddings=-1"),
+        ({"layer_types": ["sliding_attention"] * 4, "sliding_window": 0, "use_sliding_window": True}, "sliding_window=0"),
+        ({"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta > 0"),
+        ({"rope_parameters": {"rope_type": [], "rope_theta": 1e4}}, "rope_theta > 0"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0}}, "make no table"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "2"}}, "factor='2'; allowed: finite"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": [2.0]}}, "make no table"),
+        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": None}}, "lack 'factor'"),
+    ],
+    ids=str,
+)
+def test_a_config_of_senseless_sizes_is_refused_in_one_line(folder: Path, changes: dict, message: str) -> None:
+    edit_json(folder / "config.json", **changes)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        load_engine(folder)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": {"type": "Evil"}, "added_tokens": []}', '{"added_tokens": []}'])
+def test_a_broken_tokenizer_is_refused(folder: Path, content: str) -> None:
+    (folder / "tokenizer.json").write_text(content)
+    assert "the tokenizer cannot be read" in refusal(folder)
+
+
+def test_another_tokenizer_that_is_not_there_is_refused(folder: Path, tmp_path: Path) -> None:
+    assert "no tokenizer there" in refusal(folder, tokenizer=tmp_path)
+
+
+@pytest.mark.parametrize("ids", ["x", ["x"], [None, 5], 1.5, {"a": 1}], ids=str)
+def test_eos_ids_that_are_no_ids_are_refused(folder: Path, ids: object) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=ids)
+    assert "generation_config: eos_token_id=" in refusal(folder)
+
+
+def test_eos_ids_of_all_sources_end_a_sample(folder: Path) -> None:
+    """Config, generation_config and tokenizer each name another one."""
+    edit_json(folder / "config.json", eos_token_id=[10, -1])
+    edit_json(folder / "generation_config.json", eos_token_id=[11, 12])
+    engine = load_engine(folder)
+    for eos in (10, 11, 12, EOS):
+        only = SamplingParams(max_new_tokens=5, allowed_token_ids=(eos,))
+        ((completion,),) = engine.generate([[5]], only)
+        assert (completion.token_ids, completion.finish_reason) == ((eos,), "stop")
+
+
+def test_the_checkpoints_generation_config_never_changes_the_sampling(folder: Path) -> None:
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    (plain,) = load_engine(folder).generate([[5, 6]], sampling)
+    edit_json(
+        folder / "generation_config.json", repetition_penalty=5.0, temperature=0.1, top_k=1, do_sample=False, min_new_tokens=9
+    )
+    (again,) = load_engine(folder).generate([[5, 6]], sampling)
+    assert (again[0].token_ids, again[0].logprobs) == (plain[0].token_ids, plain[0].logprobs)
+
+
+def test_names_of_no_folder_and_no_model_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "vit").mkdir()
+    ViTConfig().save_pretrained(tmp_path / "vit")
+    save_file({"a": torch.ones(1)}, tmp_path / "vit" / "model.safetensors")
+    assert "has no vocabulary" in refusal(tmp_path / "vit")
+    assert "no such folder" in refusal("/" + "x" * 5000)
