@@ -138,6 +138,7 @@ def probe(decoder: ModuleDecoder, weights: ModuleWeights) -> None:
     """
     spec, module = decoder.spec, weights.module
     length = max([PROBE_TOKENS, *(w + 3 for w in spec.windows if w is not None and w < 256)])
+    length = min(length, spec.max_position_embeddings)  # a learned table of positions ends there
     generator = torch.Generator().manual_seed(0)
     device = weights.head.weight.device
     ids = torch.randint(weights.head.vocab_size, (length,), generator=generator).to(device)
@@ -212,6 +213,8 @@ def _read_spec(module: PreTrainedModel) -> DecoderSpec:
             f"model_type={config.model_type!r}: {len(recorder.calls)} of {config.num_hidden_layers} layers use attention, in "
             f"{len(shapes)} shapes; allowed: attention of one shape in every layer, or a registered family"
         )
+    if not isinstance(getattr(config, "max_position_embeddings", None), int) or config.max_position_embeddings < 2:
+        raise ValueError(f"model_type={config.model_type!r}: no max_position_embeddings >= 2; allowed: a config that has it")
     num_heads, num_kv_heads, head_dim = shapes.pop()
     windows = [call[3] for call in calls]
     groups = list(dict.fromkeys(windows))

@@ -102,3 +102,9 @@ def test_settings_only_a_registered_family_honours_are_refused(tmp_path: Path) -
         pytest.raises(ValueError, match=r"max_model_len=999 .*allowed: <= 256"),
     ):
         InferenceEngine.from_pretrained(tmp_path, config=EngineConfig(max_model_len=999))
+
+
+def test_a_learned_table_of_few_positions_is_probed_within_it(tmp_path: Path) -> None:
+    save_tiny(tmp_path, "gpt2", tokenizer=None, num_hidden_layers=2, max_position_embeddings=16)
+    (samples,) = engine_of(tmp_path, EngineConfig()).generate([[5] * 12], SamplingParams(max_new_tokens=4, ignore_eos=True))
+    assert len(samples[0].token_ids) == 4
