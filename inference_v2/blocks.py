@@ -208,7 +208,7 @@ class Blocks:
         seq.computed = 0
 
     def forget_all(self) -> None:
-        """Empty the prefix cache (the pools' memory is gone)."""
+        """Empty the prefix cache."""
         for pool in self.pools:
             pool.forget_all()
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from operator import index
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -86,17 +84,17 @@ class InferenceEngine:
         dtype: torch.dtype | str = "float32",
         config: EngineConfig | None = None,
         device: str = "auto",
-        tokenizer: Any = None,
+        tokenizer: str | Path | None = None,
         trust_remote_code: bool = False,
     ) -> InferenceEngine:
         """An engine over a Hugging Face folder or hub name, weights loaded. Raises ValueError for what cannot be served."""
         from inference_v2.loading import load_model  # the doors to transformers, which takes seconds to import
-        from inference_v2.models.build import build_decoder
+        from inference_v2.models.build import build_decoder, dtype_of
 
         config = config or EngineConfig()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = _dtype(dtype)
+        dtype = dtype_of(dtype)
         model = load_model(path, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
         decoder, weights = build_decoder(model, config, dtype=dtype, device=device, trust_remote_code=trust_remote_code)
         return cls(
@@ -190,7 +188,8 @@ class InferenceEngine:
         if keys is not None and len(keys) != len(prompts):
             raise ValueError(f"generate: {len(keys)} keys for {len(prompts)} prompts; allowed: one key a prompt, or None")
         keys = range(len(prompts)) if keys is None else keys
-        ids = [self.add(Request(tuple(map(index, p)), sampling, key=index(k))) for p, k in zip(prompts, keys)]
+        requests = [Request(tuple(prompt), sampling, key) for prompt, key in zip(prompts, keys)]  # all, before any is added
+        ids = [self.add(request) for request in requests]
         results: dict[int, list[Completion]] = {i: [] for i in ids}
         self._run(ids, results)
         return [sorted(results[i], key=lambda completion: completion.sample_index) for i in ids]
@@ -201,24 +200,23 @@ class InferenceEngine:
         """fp32 log_softmax(z / temperature) of each sequence's tokens from `starts` on (default 1; temperature 0 counts as 1).
         With `hidden`, also the final hidden states that predict them. Raises ValueError for a sequence that cannot be scored.
         """
+        if not 0.0 <= temperature < math.inf:
+            raise ValueError(f"score: temperature={temperature}; allowed: finite and >= 0 (0 counts as 1)")
         starts = [1] * len(sequences) if starts is None else starts
         if len(starts) != len(sequences):
             raise ValueError(f"score: {len(starts)} starts for {len(sequences)} sequences; allowed: one a sequence, or None")
         queue: list[Sequence] = []
         for i, (ids, start) in enumerate(zip(sequences, starts)):
-            tokens = tuple(map(index, ids))
-            seq = self._sequence(Request(tokens, SamplingParams(max_new_tokens=0)), self._new_id(), 0)
+            seq = self._sequence(Request(tuple(ids), SamplingParams(max_new_tokens=0)), self._new_id(), 0)
             seq.score_start = start
             error = self._door.refusal(seq.request)
-            if error is None and not 1 <= start <= len(tokens):
-                error = f"start={start}; allowed: 1 to {len(tokens)}, the first token is predicted by none"
+            if error is None and start not in range(1, len(seq.tokens) + 1):
+                error = f"start={start}; allowed: 1 to {len(seq.tokens)}, the first token is predicted by none"
             error = error or self._scheduler.refusal(seq)
             if error is not None:
                 raise ValueError(f"score: sequence {i}: {error}")
             queue.append(seq)
-        jobs = [
-            ScoreJob(s, temperature, torch.empty(len(q.tokens) - s, device=self.device), hidden) for q, s in zip(queue, starts)
-        ]
+        jobs = [self._score_job(len(seq.tokens) - start, start, temperature, hidden) for seq, start in zip(queue, starts)]
         for seq, job in zip(queue, jobs):
             if len(job.logprobs):
                 self._jobs[seq.request_id] = job
@@ -227,14 +225,14 @@ class InferenceEngine:
         return [Scored(job.logprobs, job.hidden) for job in jobs]
 
     def set_weights(self, weights: ModelWeights) -> None:
-        """Use these weights from now on. A new version: running samples are recomputed, and no KV of another is ever read."""
+        """Use these weights from now on. A new version: running samples are recomputed, and no KV of another is ever read.
+        Weights of the version in use must be equal to those in use."""
         self._weights = weights
         self._follow_weights()
 
     def release(self) -> None:
         """Drop the KV pool and all that is cached; what runs is recomputed in a new pool."""
         self._scheduler.restart(self._weights.version)
-        self._scheduler.blocks.forget_all()
         self._runner.release()
 
     # -- one step ----------------------------------------------------------------------------------------------------------
@@ -262,16 +260,16 @@ class InferenceEngine:
         if not (math.isfinite(result.logprob) and math.isfinite(result.logprob_raw)):
             position, version = len(seq.tokens), self._weights.version
             return "abort", None, f"the logits of position {position} are not finite (weight version {version})"
-        seq.tokens.append(result.token_id)
-        seq.logprobs.append(result.logprob)
-        seq.logprobs_raw.append(result.logprob_raw)
-        if seq.weight_version is None:
-            seq.weight_version = self._weights.version
+        seq.append(result.token_id, result.logprob, result.logprob_raw, self._weights.version)
         self._tokens_generated += 1
         text = seq.stop_text.push(seq.output) if seq.stop_text is not None else None
         if seq.num_output >= sampling.min_new_tokens and (result.token_id in seq.stop_ids or text is not None):
             return "stop", text, None
         return ("length" if seq.num_output == sampling.max_new_tokens else None), None, None
+
+    def _score_job(self, count: int, start: int, temperature: float, hidden: bool) -> ScoreJob:
+        states = torch.empty(count, self.decoder.spec.hidden_size, dtype=self.dtype, device=self.device) if hidden else None
+        return ScoreJob(start, temperature, torch.empty(count, device=self.device), states)
 
     def _end_scores(self, plan: Plan) -> None:
         for chunk in plan.chunks:
@@ -295,23 +293,9 @@ class InferenceEngine:
         self._alive[seq.request_id] -= 1
         if not self._alive[seq.request_id]:
             del self._alive[seq.request_id]
-        output = tuple(seq.output)
         if text is None and self.tokenizer is not None:
-            text = self.tokenizer.decode(output, skip_special_tokens=True)
-        self._finished.append(
-            Completion(
-                request_id=seq.request_id,
-                sample_index=seq.sample_index,
-                prompt_ids=seq.request.prompt_ids,
-                token_ids=output,
-                logprobs=tuple(seq.logprobs),
-                logprobs_raw=tuple(seq.logprobs_raw),
-                finish_reason=reason,
-                weight_version=self._weights.version if seq.weight_version is None else seq.weight_version,
-                text=text,
-                error=error,
-            )
-        )
+            text = self.tokenizer.decode(seq.output, skip_special_tokens=True)
+        self._finished.append(seq.completion(reason, self._weights.version, text, error))
 
     def _run(self, ids: Seq[int], results: dict[int, list[Completion]]) -> None:
         """Step until these requests are done. Completions of others are kept; after an exception nothing of these is left."""
@@ -325,11 +309,3 @@ class InferenceEngine:
                 if i in self._alive or i in self._jobs:
                     self.abort(i)
             self._finished = others + [c for c in self._finished if c.request_id not in results]
-
-
-def _dtype(dtype: torch.dtype | str) -> torch.dtype:
-    known = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    name = str(dtype).removeprefix("torch.")
-    if name not in known:
-        raise ValueError(f"dtype={name!r}; allowed: {', '.join(known)}")
-    return known[name]

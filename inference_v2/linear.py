@@ -36,7 +36,10 @@ def plain_product(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def pad_rows(product: Product, x: Tensor, rows: int) -> Tensor:
-    """`product(x)` computed on at least `rows` rows: zeros are appended and their results dropped."""
+    """`product(x)` computed on at least `rows` rows: zeros are appended and their results dropped. With `rows`, never on more
+    than was probed."""
+    if rows and x.shape[0] > PROBED_ROWS[-1]:
+        return torch.cat([pad_rows(product, part, rows) for part in x.split(PROBED_ROWS[-1])])
     missing = rows - x.shape[0]
     if missing <= 0 or x.shape[0] == 0:
         return product(x)

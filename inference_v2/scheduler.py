@@ -144,10 +144,12 @@ class Scheduler:
         return sorted([*removed, *(fork for seq in removed for fork in seq.forks)], key=_age)
 
     def restart(self, version: int) -> None:
-        """The weights are others now: all running sequences are recomputed, and no older block is found again."""
+        """Start over with an empty cache under these weights: all running sequences are recomputed, and no older block is found
+        again, not even under a version that comes back."""
         self.blocks.version = version
         while self.running:
             self._preempt(self.running[-1])
+        self.blocks.forget_all()
         for seq in self.waiting:
             seq.chain = []
 

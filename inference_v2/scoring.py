@@ -25,9 +25,8 @@ class ScoreJob:
 
     start: int
     temperature: float
-    logprobs: Tensor
-    keep_hidden: bool
-    hidden: Tensor | None = None
+    logprobs: Tensor  # [n] fp32
+    hidden: Tensor | None  # [n, H], if it is wanted
 
     def read(self, chunk: Chunk, hidden: Tensor, head: Head, rows_at_once: int) -> None:
         """hidden [len(chunk.wanted), H]."""
@@ -41,7 +40,5 @@ class ScoreJob:
             z = head.logits(hidden[part]) / (self.temperature or 1.0)
             chosen = z.gather(-1, targets[part, None]).squeeze(-1)
             self.logprobs[at + i : at + i + len(z)] = chosen - z.logsumexp(-1)
-        if self.keep_hidden:
-            if self.hidden is None:
-                self.hidden = hidden.new_empty(len(self.logprobs), hidden.shape[-1])
+        if self.hidden is not None:
             self.hidden[at : at + len(hidden)] = hidden

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from inference_v2.stopping import StopText
-from inference_v2.types import Request
+from inference_v2.types import Completion, FinishReason, Request
 
 
 class Prefix:
@@ -52,6 +52,28 @@ class Sequence:
     logprobs: list[float] = field(default_factory=list)
     logprobs_raw: list[float] = field(default_factory=list)
     weight_version: int | None = None  # of the first generated token
+
+    def append(self, token_id: int, logprob: float, logprob_raw: float, weight_version: int) -> None:
+        self.tokens.append(token_id)
+        self.logprobs.append(logprob)
+        self.logprobs_raw.append(logprob_raw)
+        if self.weight_version is None:
+            self.weight_version = weight_version
+
+    def completion(self, reason: FinishReason, weight_version: int, text: str | None, error: str | None) -> Completion:
+        """What the caller gets; `weight_version` is reported where no token was drawn."""
+        return Completion(
+            request_id=self.request_id,
+            sample_index=self.sample_index,
+            prompt_ids=self.request.prompt_ids,
+            token_ids=tuple(self.output),
+            logprobs=tuple(self.logprobs),
+            logprobs_raw=tuple(self.logprobs_raw),
+            finish_reason=reason,
+            weight_version=weight_version if self.weight_version is None else self.weight_version,
+            text=text,
+            error=error,
+        )
 
     @property
     def num_prompt(self) -> int:

@@ -13,6 +13,16 @@ from inference_v2.models.fallback import ModuleDecoder, ModuleWeights, open_modu
 from inference_v2.rope import RopeTable
 from inference_v2.weights import FusedWeights
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def dtype_of(name: torch.dtype | str) -> torch.dtype:
+    """The compute dtype of this name ("bfloat16"). Raises ValueError for one that nothing here computes in."""
+    name = str(name).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype={name!r}; allowed: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
 
 def build_decoder(
     model: LoadedModel, config: EngineConfig, *, dtype: torch.dtype, device: torch.device | str, trust_remote_code: bool = False

@@ -466,3 +466,95 @@ def test_logits_are_formed_a_few_rows_at_a_time(monkeypatch):
     assert len(scored.logprobs) == 99
     engine.generate([PROMPT], SamplingParams(max_new_tokens=2, num_samples=20))
     assert max(seen) == 8
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan"), float("inf")])
+def test_a_score_under_a_senseless_temperature_is_refused(temperature):
+    with pytest.raises(ValueError, match=r"temperature=.*allowed: finite and >= 0"):
+        fake_engine().score([[1, 2, 3]], temperature=temperature)
+
+
+def test_scoring_no_token_of_a_sequence_gives_no_rows_of_either_kind():
+    (scored,) = fake_engine().score([[1, 2, 3]], starts=[3], hidden=True)
+    assert (scored.logprobs.shape, scored.hidden.shape) == ((0,), (0, VOCAB))
+
+
+# -- edges -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("windows", [(None,), (1,), (3,), (None, 1, 2)])
+@pytest.mark.parametrize("block_size", [1, 2, 512])
+def test_any_block_size_and_windows_smaller_than_a_block(windows, block_size):
+    engine = fake_engine(windows, block_size=block_size, max_step_tokens=5)
+    outs = engine.generate([PROMPT[:20], PROMPT[:20], PROMPT[3:4]], greedy(9, num_samples=2))
+    for prompt, samples in zip((PROMPT[:20], PROMPT[:20], PROMPT[3:4]), outs):
+        assert [c.token_ids for c in samples] == [greedy_oracle(prompt, 9, windows)] * 2
+    assert engine.stats().blocks_free == engine.stats().blocks_total
+
+
+def test_a_cache_of_one_block_serves_one_request_after_the_other():
+    outs = fake_engine(blocks=1, block_size=4).generate([[1, 2], [3], [1, 2]], greedy(3, num_samples=2))
+    assert [c.token_ids for samples in outs for c in samples] == [
+        greedy_oracle(prompt, 3) for prompt in ([1, 2], [3], [1, 2]) for _ in range(2)
+    ]
+
+
+def test_a_cache_that_holds_no_block_is_refused():
+    with pytest.raises(ValueError, match="cache_bytes=1; allowed: >= 128"):
+        fake_engine(cache_bytes=1)
+
+
+@pytest.mark.parametrize(("prompt", "new", "served"), [(7, 1, True), (8, 0, True), (1, 7, True), (8, 1, False), (9, 0, False)])
+def test_max_model_len_is_reached_and_not_passed(prompt, new, served):
+    (out,) = fake_engine(max_model_len=8).generate([PROMPT[:prompt]], greedy(new))
+    assert out[0].token_ids == (greedy_oracle(PROMPT[:prompt], new) if served else ())
+    assert (out[0].error is None) == served
+
+
+def test_a_version_that_comes_back_does_not_bring_its_old_cache():
+    engine = fake_engine(weights=FakeWeights(0, salt=0))
+    engine.generate([PROMPT], greedy(4))
+    for weights in (FakeWeights(1, salt=50), FakeWeights(0, salt=70)):
+        engine.set_weights(weights)
+        (out,) = engine.generate([PROMPT], greedy(4))
+        assert out[0].token_ids == greedy_oracle(PROMPT, 4, salt=weights.salt)
+
+
+@pytest.mark.parametrize("steps", range(6))
+def test_an_abort_at_any_moment_of_a_fork_frees_everything_and_disturbs_nobody(steps):
+    engine = fake_engine(blocks=24, block_size=4, max_running=4, max_step_tokens=8)
+    engine.add(Request(tuple(PROMPT[:14]), SamplingParams(max_new_tokens=9, num_samples=6), id=0))
+    engine.add(Request(tuple(PROMPT[:14]), greedy(9, num_samples=2), id=1))
+    done = [completion for _ in range(steps) for completion in engine.step()]
+    engine.abort(0)
+    while engine.has_work:
+        done += engine.step()
+    assert sorted((c.request_id, c.sample_index) for c in done) == [(0, i) for i in range(6)] + [(1, 0), (1, 1)]
+    assert [c.token_ids for c in done if c.request_id == 1] == [greedy_oracle(PROMPT[:14], 9)] * 2
+    assert engine.stats().blocks_free == engine.stats().blocks_total
+
+
+def test_a_log_of_steps_can_be_replayed():
+    """Every decision is a function of the calls: a second engine given the same ones computes the same batches."""
+
+    def play(log):
+        engine = fake_engine((None, 6), blocks=None, cache_bytes=2000, block_size=4, max_running=5, max_step_tokens=13)
+        done = []
+        for call, *args in log:
+            result = getattr(engine, call)(*args)
+            done += result if call == "step" else []
+        while engine.has_work:
+            done += engine.step()
+        assert engine.stats().preemptions > 0
+        batches = [
+            (b.token_ids.tolist(), b.positions.tolist(), [g.block_tables.tolist() for g in b.groups])
+            for b in engine.decoder.batches
+        ]
+        return batches, done, engine.stats()
+
+    rng = random.Random(8)
+    sampling = SamplingParams(max_new_tokens=10, num_samples=2)
+    log = [("add", Request(tuple(PROMPT[: rng.randint(1, 14)]), sampling, key=i, id=i)) for i in range(12)]
+    log += [("abort", rng.randrange(12)) for _ in range(3)] + [("step",)] * 40
+    rng.shuffle(log)
+    assert play(log) == play(log)
