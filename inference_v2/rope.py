@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def inverse_frequencies(spec: RopeSpec, max_positions: int) -> tuple[Tensor, flo
 
 
 def _is_size(x: object) -> bool:
-    return isinstance(x, Real) and not isinstance(x, bool) and 0 <= x < math.inf
+    return isinstance(x, (int, float)) and not isinstance(x, bool) and 0 <= x < math.inf
 
 
 @dataclass(frozen=True)

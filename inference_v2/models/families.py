@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from numbers import Real
-from typing import Any
+from typing import Any, cast
 
 from inference_v2.models.spec import DecoderSpec, LayerSpec, RopeSpec, WeightNames
 
@@ -144,12 +143,12 @@ def rope_spec(config: Any, rotary_dim: int) -> RopeSpec:
     parameters = dict(config.rope_parameters or {})
     kind = parameters.pop("rope_type", "default")
     theta = parameters.pop("rope_theta", None)
-    if not (isinstance(kind, str) and isinstance(theta, Real) and 0 < theta < math.inf):
+    if not (isinstance(kind, str) and isinstance(theta, (int, float)) and 0 < theta < math.inf):
         given = config.rope_parameters
         raise ValueError(f"{config.model_type}: rope_parameters={given!r}; allowed: one flat table with rope_theta > 0")
     parameters.pop("partial_rotary_factor", None)  # its effect is rotary_dim
     frozen = tuple((key, tuple(value) if isinstance(value, list) else value) for key, value in sorted(parameters.items()))
-    return RopeSpec(kind, float(theta), rotary_dim, frozen, config.max_position_embeddings)
+    return RopeSpec(cast(Any, kind), float(theta), rotary_dim, frozen, config.max_position_embeddings)
 
 
 def _refuse_partial_rotation(config: Any) -> None:
