@@ -1,0 +1,73 @@
+"""A real checkpoint against its Hugging Face forward, where one is at hand: `REAL_CHECKPOINT=DIR pytest tests/parity`.
+
+Any small registered model will do, for example the folder that `hybrid fetch-smollm2 DIR` writes.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from inference_v2 import InferenceEngine, SamplingParams
+from inference_v2.config import EngineConfig
+
+FOLDER = os.environ.get("REAL_CHECKPOINT")
+TEXTS = (
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "Question: Ada has 17 apples and gives away 5. How many are left?\nAnswer:",
+    "Paged attention keeps the keys and values of a sequence in blocks of equal size, which need not lie side by side. " * 3,
+)
+WAYS = {"plain": {}, "chunked": {"max_step_tokens": 7}, "two at a time": {"max_running": 2}}
+
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="REAL_CHECKPOINT names no folder")
+
+
+@pytest.fixture(scope="module")
+def sequences() -> list[list[int]]:
+    """Each text and what the model itself goes on with."""
+    tokenizer = AutoTokenizer.from_pretrained(Path(FOLDER))
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    engine = InferenceEngine.from_pretrained(FOLDER, config=EngineConfig(max_model_len=256))
+    outs = engine.generate(prompts, SamplingParams(max_new_tokens=24, temperature=0.0))
+    return [[*prompt, *out.token_ids] for prompt, (out,) in zip(prompts, outs)]
+
+
+def hf_logits(dtype: torch.dtype, sequences: list[list[int]]) -> list[torch.Tensor]:
+    """The head's product in fp32, as on our side."""
+    module = AutoModelForCausalLM.from_pretrained(FOLDER, dtype=dtype).eval()
+    weight = module.get_output_embeddings().weight.float()
+    with torch.no_grad():
+        hidden = [module.get_decoder()(torch.tensor([ids]), use_cache=False).last_hidden_state[0] for ids in sequences]
+        return [h.float() @ weight.T for h in hidden]
+
+
+def ours(dtype: str, sequences: list[list[int]], **settings: object) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Per sequence (logits, log-probs of its tokens)."""
+    config = EngineConfig(max_model_len=256, debug_poison=True, **settings)
+    engine = InferenceEngine.from_pretrained(FOLDER, dtype=dtype, config=config)
+    with engine._weights.final() as final, torch.no_grad():
+        return [(final.head.logits(scored.hidden), scored.logprobs) for scored in engine.score(sequences, hidden=True)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_fp32_logits_and_logprobs(sequences: list[list[int]], way: str) -> None:
+    exact = hf_logits(torch.float32, sequences)
+    for ids, (got, logprobs), want in zip(sequences, ours("float32", sequences, **WAYS[way]), exact):
+        want = want[:-1, : got.shape[1]]
+        assert (got - want).abs().max() <= 1e-4 * want.abs().max()
+        assert torch.equal(got.argmax(-1), want.argmax(-1))
+        chosen = want.log_softmax(-1).gather(-1, torch.tensor(ids[1:])[:, None]).squeeze(-1)
+        assert (logprobs - chosen).abs().max() <= 1e-4
+
+
+def test_bf16_logits_are_no_further_from_fp32_than_the_modules_own(sequences: list[list[int]]) -> None:
+    exact, module = hf_logits(torch.float32, sequences), hf_logits(torch.bfloat16, sequences)
+    for (got, _), theirs, want in zip(ours("bfloat16", sequences), module, exact):
+        want, theirs = want[:-1, : got.shape[1]], theirs[:-1, : got.shape[1]]
+        assert (got - theirs).abs().max() <= 6e-2 * want.abs().max()
+        assert (got - want).norm() <= 1.2 * (theirs - want).norm()
