@@ -63,7 +63,9 @@ class HybridConfig(Strict):
     activation_checkpointing: bool = False
     dropout: bool = Field(False, description="keep the checkpoint's dropout in training forwards (SFT); off: deterministic")
     freeze: tuple[str, ...] = Field((), description="regular expressions; parameters whose name matches are not trained")
-    loss_chunk_tokens: int = Field(512, ge=1, description="tokens per chunk of the loss head")
+    loss_chunk_tokens: int | None = Field(
+        None, ge=1, description="tokens per chunk of the loss head; None: as many as have 64 MiB of fp32 logits"
+    )
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
     vocab_limit: int | None = Field(None, ge=1, description="rows of the head that count; None: the tokenizer's size, or all")

@@ -18,7 +18,7 @@ from hybrid.batch import Batch
 from hybrid.checkpoint import load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig
 from hybrid.export import save_pretrained
-from hybrid.loss_head import TokenLoss, chunked_loss
+from hybrid.loss_head import TokenLoss, chunked_loss, tokens_per_chunk
 from hybrid.mesh import open_mesh
 from hybrid.models import ShardedModel
 from hybrid.modes import Generation, Swap
@@ -174,7 +174,8 @@ class HybridEngine:
         weight = None if weight is None else weight.to(self.mesh.device)
 
         def head_function(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
-            return chunked_loss(hidden, head, batch, token_loss, self.config.loss_chunk_tokens, weight)
+            chunk_tokens = tokens_per_chunk(head, self.config.loss_chunk_tokens)
+            return chunked_loss(hidden, head, batch, token_loss, chunk_tokens, weight)
 
         return self.model.module(*inputs(batch), batch.loss_index, head_function)
 

@@ -21,6 +21,12 @@ TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 # A head that is not in fp32 is converted this many bytes of fp32 rows at a time: a whole converted copy (0.5 GB for 152k x 896)
 # would be the largest tensor of a step. An fp32 head is used as it is, in one piece.
 CONVERTED_BYTES = 32 * 2**20
+LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, where its length is not given; a divergence holds about eight such tensors
+
+
+def tokens_per_chunk(head: Head, given: int | None) -> int:
+    """The chunk length that was asked for, or as many tokens as have LOGIT_BYTES of logits."""
+    return given or max(1, LOGIT_BYTES // (4 * head.vocab_size))
 
 
 def chunked_loss(

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from hybrid import sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
-from hybrid.loss_head import head_logits
+from hybrid.loss_head import head_logits, tokens_per_chunk
 from hybrid.mesh import Mesh
 from hybrid.policy import HeadFunction, PolicyModule, inputs, mode
 from hybrid.sharding import ShardedSource
@@ -180,9 +180,9 @@ class ShardedModel:
 
     def token_logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """[N] fp32: log_softmax(z / temperature) of each counted target (temperature 0: of z). Collective."""
-        size = self.config.loss_chunk_tokens
 
         def logprobs(hidden: Tensor, head: Head) -> Tensor:
+            size = tokens_per_chunk(head, self.config.loss_chunk_tokens)
             parts = []
             for start in range(0, batch.num_targets, size):
                 logits = head_logits(head, hidden[start : start + size]) / (temperature or 1.0)

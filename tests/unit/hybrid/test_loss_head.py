@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from hybrid import loss_head
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
-from hybrid.loss_head import chunked_loss, head_logits
+from hybrid.loss_head import chunked_loss, head_logits, tokens_per_chunk
 from hybrid.mesh import open_mesh
 from inference_v2.head import Head
 
@@ -348,3 +348,10 @@ def test_gradients_under_fsdp_on_one_rank(tied: bool, dtype: torch.dtype) -> Non
 @dtypes
 def test_gradients_under_fsdp_on_two_ranks(pool2: Pool, tied: bool, dtype: torch.dtype) -> None:
     pool2.run(sharded_gradients_match, tied, dtype)
+
+
+def test_chunks_shrink_as_the_vocabulary_grows():
+    narrow, wide = (Head(torch.zeros(rows, 2)) for rows in (49_152, 151_936))
+    assert tokens_per_chunk(narrow, None) == 341
+    assert tokens_per_chunk(wide, None) == 110
+    assert tokens_per_chunk(wide, 7) == 7
