@@ -218,11 +218,16 @@ def _edit(z: Tensor, draws: list[Draw]) -> Tensor:
     """A copy of the logits after allowed / bad ids, min_new_tokens and penalties."""
     z = z.clone()
     size = z.shape[-1]
+    outside: dict[tuple[int, ...], Tensor] = {}  # allowed ids, often many and the same for all rows -> mask of the others
     for row, d in zip(z, draws):
         p = d.sampling
         if p.allowed_token_ids is not None:
-            allowed = torch.tensor([i for i in p.allowed_token_ids if 0 <= i < size], dtype=torch.int64, device=z.device)
-            row.copy_(torch.full_like(row, -math.inf).index_copy_(0, allowed, row[allowed]))
+            if p.allowed_token_ids not in outside:
+                allowed = np.array(p.allowed_token_ids, dtype=np.int64)
+                mask = torch.ones(size, dtype=torch.bool)
+                mask[torch.from_numpy(allowed[(allowed >= 0) & (allowed < size)])] = False
+                outside[p.allowed_token_ids] = mask.to(z.device)
+            row.masked_fill_(outside[p.allowed_token_ids], -math.inf)
         banned = [i for i in (*p.bad_token_ids, *d.suppressed) if 0 <= i < size]
         if banned:
             row[torch.tensor(banned, device=z.device)] = -math.inf
