@@ -30,17 +30,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from hybrid import optim_state, rng
-from hybrid.folders import (
-    describe,
-    first_error,
-    get_rank,
-    get_world_size,
-    recover,
-    recover_all,
-    remove_folder,
-    sweep,
-    write_folder,
-)
+from hybrid.folders import recover, recover_all, remove_folder, sweep_all, write_folder
+from hybrid.mesh import describe, first_error, get_rank, get_world_size
 
 FORMAT = 1
 SHARD_FILE_BYTES = 32 * 2**20  # the storage serialises one file at a time in memory: this bounds what saving adds to the shards
@@ -146,7 +137,7 @@ def load_checkpoint(
     except CheckpointException as error:
         raise ValueError(f"{path}: {describe(error)}; use an older checkpoint") from error
     if optimizer is not None:
-        optim_state.fill(optimizer, model, slots, header["optimizer"])
+        optim_state.fill(optimizer, model, slots)
     same_ranks = header["world_size"] == get_world_size(group)
     if same_ranks:
         rng.load(path / "rng" / f"rank_{get_rank(group):05d}.safetensors")
@@ -170,7 +161,7 @@ def prune(run_dir: str | os.PathLike[str], keep: int) -> None:
     found = _checkpoints(Path(run_dir))
     for step in sorted(found)[:-keep]:
         remove_folder(found[step])
-    sweep(Path(run_dir) / "checkpoints")
+    sweep_all(Path(run_dir) / "checkpoints")
 
 
 def _checkpoints(run_dir: Path) -> dict[int, Path]:
@@ -238,7 +229,7 @@ def refuse_pickles(path: str | os.PathLike[str]) -> None:
 
 
 def _saved_tensors(path: Path, header: Mapping[str, Any]) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of every stored tensor; the chunks of each must cover it."""
+    """Shape and dtype of every stored tensor."""
     for name in header["files"]:
         if name.endswith(".safetensors"):
             try:

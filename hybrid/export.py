@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybrid.folders import first_error, get_rank, write_folder
-from hybrid.safetensors_stream import DTYPES, TensorInfo, write_safetensors
+from hybrid.folders import write_folder
+from hybrid.mesh import first_error, get_rank
+from hybrid.safetensors_stream import TensorInfo, write_safetensors
 
 # Taken from the source folder as they are. The tokenizer writes its own files.
 SIDE_FILES = (
@@ -46,7 +46,7 @@ def save_pretrained(
     architecture: str | None = None,
     tokenizer: Any = None,
     source: str | os.PathLike[str] | None = None,
-    copied: Callable[[str], bool] | None = None,
+    copied: Iterable[tuple[str, Tensor]] = (),
     dtype: torch.dtype | None = None,
     max_file_bytes: int = 5_000_000_000,
     group: dist.ProcessGroup | None = None,
@@ -57,7 +57,7 @@ def save_pretrained(
                   under two names (tied weights) is written once, under the first
     config        the model's transformers config; `architecture` (a class name) fills in `architectures` where it has none
     source        the folder the model came from: generation_config.json, chat template, processor files are taken from it
-    copied        which names of the source's safetensors are copied through, bit for bit, in the dtype they have there
+    copied        more tensors, which keep their dtype: they go through bit for bit
     dtype         of floating-point `tensors`; None: as they are
     Raises FolderError on every rank if any fails; ValueError when `path` holds something else than an earlier export.
     """
@@ -65,13 +65,11 @@ def save_pretrained(
     error = None
     try:
         _check_target(path, source)
-        entries = list(_given(tensors, dtype))
-        if copied is not None and source is not None:
-            entries += _copied(source, copied, {entry.info.name for entry in entries})
     except ValueError as caught:
         error = caught
     if (line := first_error(error, group)) is not None:
         raise error or ValueError(line)
+    entries = [*_given(tensors, dtype), *_given(copied, None)]
     files = _plan(entries, max_file_bytes)
     own_dtype = next((entry.info.dtype for entry in entries if entry.info.dtype.is_floating_point), torch.float32)
     saved_config = _config_for_disk(config, architecture, dtype or own_dtype)
@@ -115,22 +113,6 @@ def _given(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> 
 def _gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     tensor = tensor.detach().to(dtype)  # the shard, so that what is gathered is not held in two dtypes
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _copied(source: Path, chosen: Callable[[str], bool], given: set[str]) -> Iterator[_Entry]:
-    """Entries of the source's tensors that are chosen and not given."""
-    for file in sorted(source.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118 - not a dict
-                if chosen(name) and name not in given:
-                    part = opened.get_slice(name)
-                    info = TensorInfo(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
-                    yield _Entry(info, partial(_read, file, name))
-
-
-def _read(file: Path, name: str) -> Tensor:
-    with safe_open(file, framework="pt") as opened:
-        return opened.get_tensor(name)
 
 
 def _plan(entries: list[_Entry], max_file_bytes: int) -> dict[str, list[_Entry]]:

@@ -10,6 +10,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
+from hybrid.mesh import first_error, get_rank
+
 PARTIAL = ".hybrid-partial"  # being written; left behind by a kill
 REPLACED = ".hybrid-replaced"  # the old folder of the same name, until the new one stands
 DELETED = ".hybrid-deleted"  # on its way out
@@ -17,35 +19,6 @@ DELETED = ".hybrid-deleted"  # on its way out
 
 class FolderError(OSError):
     """A folder could not be written; raised on every rank, with the same message. What stood there before still stands."""
-
-
-def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    return dist.get_world_size(group) if dist.is_initialized() else 1
-
-
-def first_error(error: BaseException | None, group: dist.ProcessGroup | None = None) -> str | None:
-    """Collective: the error of the lowest rank that has one, in one line; None when no rank has."""
-    line = None if error is None else describe(error)
-    if get_world_size(group) == 1:
-        return line
-    if line is not None and not isinstance(error, CheckpointException):  # which names the rank by itself
-        line = f"rank {get_rank(group)}: {line}"
-    lines: list[str | None] = [None] * get_world_size(group)
-    dist.all_gather_object(lines, line, group=group)
-    return next((line for line in lines if line is not None), None)
-
-
-def describe(error: BaseException) -> str:
-    """One line. torch.distributed.checkpoint wraps each rank's error with its traceback: the cause is what a reader wants."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-        return f"rank {rank}: {describe(cause)}"
-    text = " ".join(str(error).split())
-    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"
 
 
 def write_folder(
@@ -66,7 +39,7 @@ def write_folder(
 
     def prepare() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        sweep(path.parent)
+        sweep(path)
         partial.mkdir()
 
     def publish() -> None:
@@ -86,6 +59,7 @@ def write_folder(
         if (line := first_error(error, group)) is not None:
             if get_rank(group) == 0:
                 shutil.rmtree(partial, ignore_errors=True)
+                recover(path)
             raise FolderError(f"could not write {path}: {line}") from error
 
 
@@ -112,12 +86,19 @@ def recover_all(parent: Path) -> None:
         recover(parent / left.name[1 : -len(REPLACED)])
 
 
-def sweep(parent: Path) -> None:
-    """Removes what a kill left in `parent`: half-written and half-deleted folders. Only for the run that owns `parent`."""
-    recover_all(parent)
+def sweep(path: Path) -> None:
+    """Removes what a kill left of the folder `path`, half-written and half-deleted."""
+    recover(path)
+    for suffix in (PARTIAL, REPLACED, DELETED):
+        if (left := path.with_name(f".{path.name}{suffix}")).exists():
+            shutil.rmtree(left)
+
+
+def sweep_all(parent: Path) -> None:
+    """The same for every folder in `parent`. Only for the run that owns `parent`: another may be writing there."""
     for suffix in (PARTIAL, REPLACED, DELETED):
         for left in parent.glob(f".*{suffix}"):
-            shutil.rmtree(left)
+            sweep(parent / left.name[1 : -len(suffix)])
 
 
 def remove_folder(path: Path) -> None:

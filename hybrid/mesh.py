@@ -1,4 +1,5 @@
-"""The process group and the device mesh of one run: rank, world size, device, and how shards are laid out over ranks.
+"""The process group and the device mesh of one run: rank, world size, device, how shards are laid out over ranks, and what ranks
+tell each other.
 
 One process needs no launcher: it gets a group of its own and takes the same code path as many ranks.
 """
@@ -12,6 +13,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hybrid.config import HybridConfig
@@ -62,7 +64,8 @@ class Mesh:
 def open_mesh(config: HybridConfig) -> Mesh:
     """Join the group that torchrun (or `accelerate launch`) describes in the environment, or make one of a single process.
 
-    A process group that exists already is used as it is. Raises ValueError if config.device asks for CUDA where there is none.
+    A process group that exists already is used as it is. Raises ValueError if config.device asks for CUDA where there is none,
+    and for a group that cannot reduce host memory.
     """
     device = choose_device(config.device)
     if not dist.is_initialized():
@@ -73,6 +76,8 @@ def open_mesh(config: HybridConfig) -> Mesh:
             dist.init_process_group(backend, timeout=timeout)
         else:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    if "cpu:" not in (backends := dist.get_backend_config()):
+        raise ValueError(f"the process group's backends are {backends!r}; allowed: one for host memory too: cpu:gloo,cuda:nccl")
     world_size = dist.get_world_size()
     shape = (world_size, 1) if config.zero_stage == 0 else (1, world_size)
     return Mesh(
@@ -93,3 +98,43 @@ def choose_device(name: str) -> torch.device:
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     torch.cuda.set_device(device)
     return device
+
+
+def get_rank(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: dist.ProcessGroup | None = None) -> int:
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
+    """Collective: every rank's text, by rank; as bytes, so that nothing is pickled."""
+    ranks = get_world_size(group)
+    if ranks == 1:
+        return [text]
+    own = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(ranks)]
+    dist.all_gather(lengths, torch.tensor([len(own)]), group=group)
+    longest = max(int(length) for length in lengths)
+    padded = [torch.zeros(longest, dtype=torch.uint8) for _ in range(ranks)]
+    if longest:
+        dist.all_gather(padded, torch.nn.functional.pad(own, (0, longest - len(own))), group=group)
+    return [bytes(row[: int(length)].tolist()).decode() for row, length in zip(padded, lengths, strict=True)]
+
+
+def first_error(error: BaseException | None, group: dist.ProcessGroup | None = None) -> str | None:
+    """Collective: the error of the lowest rank that has one, in one line; None when no rank has."""
+    line = "" if error is None else describe(error)
+    if line and get_world_size(group) > 1 and not isinstance(error, CheckpointException):  # which names the rank by itself
+        line = f"rank {get_rank(group)}: {line}"
+    return next((line for line in gather_texts(line, group) if line), None)
+
+
+def describe(error: BaseException) -> str:
+    """One line. torch.distributed.checkpoint wraps each rank's error with its traceback: the cause is what a reader wants."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        return f"rank {rank}: {describe(cause)}"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, OSError | ValueError) and text else f"{type(error).__name__}: {text}"

@@ -31,9 +31,8 @@ def tensors(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def header(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Any]:
-    """What is no tensor (JSON): the parameters' names and each group's learning rate. Other hyper-parameters are the config's."""
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    return {"parameters": list(parameter_names(optimizer, model)), "learning_rates": rates}
+    """What is no tensor (JSON): the kind and the parameters' names. Hyper-parameters are the config's."""
+    return {"kind": type(optimizer).__name__, "parameters": list(parameter_names(optimizer, model))}
 
 
 def slots(
@@ -46,8 +45,11 @@ def slots(
     """Tensors to read the saved state into, by `STATE.PARAMETER`: the optimizer's own where they fit, else new ones.
 
     `saved` has the names in the checkpoint (`optim.STATE.PARAMETER`), of which `scalars` have no dimension (step counts).
-    Raises ValueError with both lists when other parameters were trained.
+    Raises ValueError for the state of another kind of optimizer, and with both lists when other parameters were trained.
     """
+    here, there = type(optimizer).__name__, saved_header.get("kind")
+    if here != there:
+        raise ValueError(f"the optimizer does not fit: {here} here, {there} there; resume with the same one")
     parameters = parameter_names(optimizer, model)
     trained = set(saved_header.get("parameters", ()))
     if parameters.keys() != trained:
@@ -73,12 +75,10 @@ def slots(
     return found
 
 
-def fill(optimizer: Optimizer, model: Mapping[str, Tensor], slots: Mapping[str, Tensor], saved_header: Mapping[str, Any]) -> None:
-    """Makes filled `slots` the optimizer's whole state, and sets the learning rates."""
+def fill(optimizer: Optimizer, model: Mapping[str, Tensor], slots: Mapping[str, Tensor]) -> None:
+    """Makes filled `slots` the optimizer's whole state."""
     parameters = parameter_names(optimizer, model)
     optimizer.state.clear()
     for slot, tensor in slots.items():
         key, _, name = slot.partition(".")
         optimizer.state[parameters[name]][key] = tensor
-    for group, rate in zip(optimizer.param_groups, saved_header["learning_rates"], strict=True):
-        group["lr"] = rate

@@ -22,7 +22,6 @@ DTYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 ALIGNMENT = 8  # of the first tensor's bytes
 
 

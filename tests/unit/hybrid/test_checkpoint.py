@@ -48,7 +48,7 @@ def build(seed: int, *, stage: int = 3, width: int = 7) -> tuple[Net, torch.opti
     torch.manual_seed(seed)
     net = fully_shard(Net(width), mesh=mesh.device_mesh)
     torch.manual_seed(100 * seed + mesh.rank)
-    return net, torch.optim.AdamW(net.parameters(), lr=0.01 * (seed + 1))
+    return net, torch.optim.AdamW(net.parameters(), lr=0.01)
 
 
 def named(net: nn.Module) -> dict[str, Tensor]:
@@ -341,6 +341,15 @@ def test_another_set_of_trained_parameters_is_refused(tmp_path: Path) -> None:
         load_checkpoint(tmp_path / "c", model=named(net), optimizer=optimizer)
 
 
+def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
+    save_on_rank(str(tmp_path / "c"))
+    net, _ = build(1)
+    before = whole(named(net))
+    with pytest.raises(ValueError, match="SGD here, AdamW there"):
+        load_checkpoint(tmp_path / "c", model=named(net), optimizer=torch.optim.SGD(net.parameters(), lr=0.1))
+    assert whole(named(net)) == before
+
+
 def test_every_rank_raises_the_same_when_one_cannot_read(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(save_on_rank, str(tmp_path / "c"))
     (tmp_path / "c" / "rng" / "rank_00001.safetensors").unlink()
@@ -488,7 +497,37 @@ def test_kill_9_during_a_write_leaves_the_last_whole_checkpoint(tmp_path: Path) 
         expected += 1
     assert torch.equal(net.weight, expected)
     save_checkpoint(tmp_path / "checkpoints" / f"step_{step + 1}", model=dict(net.named_parameters()))
-    assert not list((tmp_path / "checkpoints").glob(".*"))  # what the kill left is gone
+    prune(tmp_path, keep=1)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == [f"step_{step + 1}"]  # what the kill left is gone
+
+
+def test_writing_a_folder_leaves_what_others_write_beside_it(tmp_path: Path) -> None:
+    def write_beside(folder: Path) -> None:
+        (folder / "a").write_text("a")
+        folders.write_folder(tmp_path / "mine[1]", lambda other: (other / "b").touch())
+
+    for left in (f".theirs{PARTIAL}", f".mine[1]{PARTIAL}", f".mine[1]{DELETED}"):
+        (tmp_path / left).mkdir()
+    folders.write_folder(tmp_path / "theirs", write_beside)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine[1]", "theirs"]
+    assert (tmp_path / "theirs" / "a").is_file()
+
+
+def test_an_old_folder_comes_back_when_the_new_one_cannot_take_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved = save_on_rank(str(tmp_path / "c"))
+    plain = Path.rename
+
+    def rename(self: Path, target: Path) -> Path:
+        if PARTIAL in self.name:
+            raise OSError(28, "No space left on device")
+        return plain(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        with pytest.raises(FolderError, match="No space left"):
+            save_on_rank(str(tmp_path / "c"), steps=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    assert load_on_rank(str(tmp_path / "c"))[0] == saved
 
 
 def test_the_last_checkpoint_is_the_whole_one_of_the_highest_step(tmp_path: Path) -> None:
