@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import difflib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from inference_v2.config import EngineConfig
 
@@ -12,9 +18,9 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Strict(BaseModel):
-    """Frozen, and an unknown key is an error."""
+    """Frozen; an unknown key is an error, and so is a number that is not finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class OptimizerConfig(Strict):
@@ -35,6 +41,8 @@ class OptimizerConfig(Strict):
         for beta in self.betas:
             if not 0 <= beta < 1:
                 raise ValueError(f"betas={self.betas}; allowed: each in [0, 1)")
+        if self.momentum and self.name != "sgd":
+            raise ValueError(f"momentum={self.momentum} with name={self.name}; allowed: name=sgd, or betas for adamw")
         if self.total_steps is not None and self.warmup_steps > self.total_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} > total_steps={self.total_steps}; lower warmup_steps")
         return self
@@ -57,19 +65,62 @@ class RolloutConfig(Strict):
 
 class HybridConfig(Strict):
     zero_stage: Literal[0, 1, 2, 3] = 3
-    master_dtype: Dtype = Field("float32", description="dtype of shards, gradients' reduction and optimizer state")
+    master_dtype: Dtype = Field(
+        "float32", description="dtype of shards, their gradients and optimizer state (ranks add gradients in fp32)"
+    )
     compute_dtype: Dtype = Field("float32", description="dtype of gathered weights and activations, in training and in rollouts")
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     activation_checkpointing: bool = False
     dropout: bool = Field(False, description="keep the checkpoint's dropout in training forwards (SFT); off: deterministic")
-    freeze: tuple[str, ...] = Field((), description="regular expressions; parameters whose name matches are not trained")
+    freeze: tuple[str, ...] = Field((), description="regular expressions; a parameter in whose name one is found is not trained")
     loss_chunk_tokens: int | None = Field(
         None, ge=1, description="tokens per chunk of the loss head; None: as many as have 64 MiB of fp32 logits"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
-    vocab_limit: int | None = Field(None, ge=1, description="rows of the head that count; None: the tokenizer's size, or all")
+    vocab_limit: int | None = Field(
+        None, ge=1, description="rows of the head that count, at most all; None: the tokenizer's size, or all"
+    )
     trust_remote_code: bool = False
     device: Literal["auto", "cpu", "cuda"] = "auto"
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer than this ends the run")
     debug_checksums: bool = Field(False, description="at each swap, verify that weights changed only where weight_version did")
+
+    @field_validator("freeze")
+    @classmethod
+    def _check_freeze(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
+        for pattern in patterns:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+        return patterns
+
+
+def resolve(config: HybridConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> HybridConfig:
+    """Settings as they are, from a mapping, or from a JSON file of one. Raises ValueError, one line that names every problem."""
+    if isinstance(config, HybridConfig):
+        return config
+    given: Any = {} if config is None else config
+    if isinstance(given, str | os.PathLike):
+        try:
+            given = json.loads(Path(given).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"engine config {os.fspath(given)!r}: {error}; allowed: a mapping, or a JSON file of one") from None
+    try:
+        return HybridConfig.model_validate(given)
+    except ValidationError as error:
+        problems = [_problem(e["loc"], e["type"], e["msg"]) for e in error.errors()]
+        raise ValueError(f"engine config: {'; '.join(problems)}") from None
+
+
+def _problem(path: tuple[int | str, ...], kind: str, message: str) -> str:
+    where = ".".join(map(str, path))
+    if kind != "extra_forbidden":
+        return f"{where}: {message.removeprefix('Value error, ')}" if where else message
+    section: Any = HybridConfig
+    for key in path[:-1]:
+        section = section.model_fields[key].annotation
+    known = list(section.model_fields)
+    near = difflib.get_close_matches(str(path[-1]), known, 1)
+    return f"{where} is unknown; " + (f"nearest: {near[0]}" if near else f"allowed: {', '.join(known)}")

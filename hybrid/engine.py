@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,23 +10,26 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hybrid import optim, sharding
-from hybrid.batch import Batch
+from hybrid.batch import Batch, packed_batch
 from hybrid.checkpoint import load_checkpoint, save_checkpoint
-from hybrid.config import HybridConfig
+from hybrid.config import HybridConfig, resolve
 from hybrid.export import save_pretrained
-from hybrid.loss_head import TokenLoss, chunked_loss, tokens_per_chunk
-from hybrid.mesh import open_mesh
+from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, tokens_per_chunk
+from hybrid.mesh import describe, first_error, gather_texts, open_mesh
 from hybrid.models import ShardedModel
 from hybrid.modes import Generation, Swap
 from hybrid.policy import empty_batch, inputs, mode
 from hybrid.runner import Runner
+from hybrid.sharding import outside_inference_mode
 from inference_v2.head import Head
 from inference_v2.types import Completion, SamplingParams
+
+Config = HybridConfig | Mapping[str, Any] | str | os.PathLike[str] | None
+EXPORT_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class HybridEngine:
@@ -46,19 +50,17 @@ class HybridEngine:
     def from_pretrained(
         cls,
         path: str | os.PathLike[str],
-        config: HybridConfig | Mapping[str, Any] | None = None,
+        config: Config = None,
         *,
         tokenizer: str | None = None,
     ) -> HybridEngine:
         """A HF folder or hub name, with the tokenizer beside it or the one of another folder. Raises ValueError for a bad
-        config, folder or device, pydantic's included."""
+        config, folder or device."""
         config = resolve(config)
         return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config), tokenizer=tokenizer))
 
     @classmethod
-    def from_module(
-        cls, module: PreTrainedModel, config: HybridConfig | Mapping[str, Any] | None = None, *, tokenizer: Any = None
-    ) -> HybridEngine:
+    def from_module(cls, module: PreTrainedModel, config: Config = None, *, tokenizer: Any = None) -> HybridEngine:
         """A HF module in memory, sharded in place; all ranks take rank 0's weights."""
         config = resolve(config)
         return cls(ShardedModel.from_module(module, config, open_mesh(config), tokenizer=tokenizer))
@@ -109,12 +111,18 @@ class HybridEngine:
         """One swap for several calls. Module modes, gradient-checkpointing flags and random states are left as they were.
 
         unchanged: the caller asserts that no weight was touched since the last entry, other than by this engine; a copy
-        that is still held then serves without a gather, and its prefix cache stays valid.
+        that is still held then serves without a gather, and its prefix cache stays valid. Raises RuntimeError where one is open
+        already, as do the verbs that change weights.
         """
+        self._require_closed()
         if not unchanged:
             self.weight_version += 1
         with self._generation.open(self.weight_version) as runner:
             yield runner
+
+    def _require_closed(self) -> None:
+        if self._generation.is_open:
+            raise RuntimeError("still inside `generating()`: leave it before you generate anew or change weights")
 
     def score(self, batch: Batch, temperature: float = 1.0) -> Tensor:
         """[N] fp32 log-probs of the counted targets under the current weights, without dropout or gradient."""
@@ -139,29 +147,40 @@ class HybridEngine:
 
         With `weights`, one [N] per micro-batch, the loss is sum(weight x loss) / D over everything; D is the sum over ranks of
         `denominator` (None: of the weights). Returns global means: "loss", each metric per token, and "tokens", their number.
-        Lists may differ in length between ranks, and be empty. Raises FloatingPointError on every rank if the loss is not
-        finite; the gradients are dropped then.
+        Lists may differ in length between ranks, and be empty. Raises on every rank: ValueError for batches that do not fit
+        the model, before anything runs; with the gradients dropped, FloatingPointError if the loss is not finite, and what
+        `token_loss` raised (on the other ranks RuntimeError). An error in a layer's forward (out of memory, say) is raised on
+        its own rank alone; the others then wait in a collective until that process ends, or for config.timeout_s.
         """
-        if weights is not None and len(weights) != len(batches):
-            raise ValueError(f"forward_backward: {len(weights)} weights for {len(batches)} micro-batches; give one [N] for each")
+        error = self._misfit(batches, weights)
         own = sum(batch.num_targets for batch in batches)
         if denominator is None:
             denominator = float(own) if weights is None else float(sum(w.double().sum() for w in weights))
-        table = self.mesh.table([len(batches), own, denominator])
+        table = self.mesh.table([len(batches), own, denominator, error is not None])
+        if any(row[3] for row in table):
+            raise ValueError(first_error(error)) from error
         rounds = int(max(row[0] for row in table))
         tokens = int(sum(row[1] for row in table))
         divisor = sum(row[2] for row in table) or 1.0
         sums: dict[str, Tensor] = {}
-        with mode(self.model.module, train=self.config.dropout), self._dropping_gradients_on_error():
+        failed: list[Exception] = []
+        with (
+            outside_inference_mode(),
+            torch.enable_grad(),
+            mode(self.model.module, train=self.config.dropout),
+            self._dropping_gradients_on_error(),
+        ):
             for i in range(rounds):
                 batch = batches[i] if i < len(batches) else empty_batch()
                 weight = weights[i] if weights is not None and i < len(batches) else None
                 sharding.set_sync(self.model.module, self.config.zero_stage, last=i == rounds - 1)
-                loss, metrics = self._loss(batch.to(self.mesh.device), token_loss, weight)
+                loss, metrics = self._loss(batch.to(self.mesh.device), token_loss, weight, failed)
                 (loss / divisor).backward()
                 for name, value in (metrics | {"loss": loss.detach()}).items():
                     sums[name] = sums.get(name, 0.0) + value
-            means = self._reduce(sums, tokens)
+            names = self._agree(sums, failed)
+            total = self.mesh.sum([float(sums.get(name, 0.0)) for name in names])
+            means = {name: value / max(tokens, 1) for name, value in zip(names, total, strict=True)}
             means["loss"] *= max(tokens, 1) / divisor
             if not math.isfinite(means["loss"]):
                 raise FloatingPointError(
@@ -169,23 +188,39 @@ class HybridEngine:
                 )
         return means | {"tokens": float(tokens)}
 
-    def _loss(self, batch: Batch, token_loss: TokenLoss, weight: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Summed loss of one micro-batch with its graph, and metric sums."""
+    def _misfit(self, batches: Sequence[Batch], weights: Sequence[Tensor] | None) -> ValueError | None:
+        """Why this rank's micro-batches cannot be used."""
+        if weights is not None and (given := [len(w) for w in weights]) != (needed := [b.num_targets for b in batches]):
+            return ValueError(f"forward_backward: weights of lengths {given} for targets {needed}; give one [N] per micro-batch")
+        return next((error for batch in batches if (error := self.model.misfit(batch)) is not None), None)
+
+    def _loss(
+        self, batch: Batch, token_loss: TokenLoss, weight: Tensor | None, failed: list[Exception]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Summed loss of one micro-batch with its graph, and metric sums. What `token_loss` raises waits in `failed`, since the
+        other ranks expect this one in the collectives of the backward pass; the batch counts as empty then."""
         weight = None if weight is None else weight.to(self.mesh.device)
 
         def head_function(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
             chunk_tokens = tokens_per_chunk(head, self.config.loss_chunk_tokens)
-            return chunked_loss(hidden, head, batch, token_loss, chunk_tokens, weight)
+            try:
+                return chunked_loss(hidden, head, batch, token_loss, chunk_tokens, weight)
+            except Exception as error:  # whatever it is: the other ranks must hear of it
+                failed.append(error)
+                return chunked_loss(hidden[:0], head, batch.select(0, 0), token_loss, chunk_tokens)
 
         return self.model.module(*inputs(batch), batch.loss_index, head_function)
 
-    def _reduce(self, sums: dict[str, Tensor], tokens: int) -> dict[str, float]:
-        """Sums over ranks, per token. A rank that saw no token knows no metric's name, so the names are agreed on first."""
-        lists: list[list[str]] = [[] for _ in range(self.world_size)]
-        dist.all_gather_object(lists, sorted(sums))
-        names = sorted({"loss"}.union(*lists))
-        total = self.mesh.sum([float(sums.get(name, 0.0)) for name in names])
-        return {name: value / max(tokens, 1) for name, value in zip(names, total, strict=True)}
+    def _agree(self, sums: dict[str, Tensor], failed: list[Exception]) -> list[str]:
+        """The metrics' names over all ranks: one that saw no token knows none. Raises on every rank where any has `failed`."""
+        notes = gather_texts(json.dumps({"metrics": sorted(sums), "error": describe(failed[0]) if failed else None}))
+        of_ranks = [json.loads(note) for note in notes]
+        if failed:
+            raise failed[0]
+        for rank, note in enumerate(of_ranks):
+            if note["error"] is not None:
+                raise RuntimeError(f"the loss function failed on rank {rank}: {note['error']}")
+        return sorted({"loss"}.union(*(note["metrics"] for note in of_ranks)))
 
     @contextmanager
     def _dropping_gradients_on_error(self) -> Iterator[None]:
@@ -202,6 +237,7 @@ class HybridEngine:
 
         Raises FloatingPointError on every rank, before any weight changes, naming the step and the gradients that are not finite.
         """
+        self._require_closed()
         parameters = self.model.parameters()  # and frees the weights that stages 1 and 2 kept
         with self._dropping_gradients_on_error():
             norms = optim.squared_norms(parameters, self.mesh.shard_group)
@@ -219,11 +255,21 @@ class HybridEngine:
     def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
         """Cross-entropy of {"input_ids", "attention_mask", "labels"} (each [B, L]; labels as in transformers: not shifted, -100
         does not count), the mean over the counted tokens of all ranks. Every call is normalised on its own."""
-        packed = packed_batch(batch).to(self.mesh.device)
+        error = None
+        try:
+            packed = packed_batch(batch).to(self.mesh.device)
+            error = self.model.misfit(packed)
+        except ValueError as caught:
+            error = caught
+        if (line := first_error(error)) is not None:
+            raise ValueError(line) from error
+        failed: list[Exception] = []
         module = self.model.module
         module.train(self.config.dropout and torch.is_grad_enabled())
         sharding.set_sync(module, self.config.zero_stage, last=True)
-        loss, _ = self._loss(packed, cross_entropy, None)
+        with self._dropping_gradients_on_error():
+            loss, _ = self._loss(packed, cross_entropy, None, failed)
+            self._agree({}, failed)
         if not torch.is_grad_enabled():
             sharding.reshard(module)
         tokens, total = self.mesh.sum([packed.num_targets, loss.item()])
@@ -255,7 +301,8 @@ class HybridEngine:
 
     def load(self, path: str | os.PathLike[str], *, ema: Mapping[str, Tensor] | None = None, seed: int = 0) -> dict[str, Any]:
         """Fill everything from a checkpoint, at any rank count; returns its `extra`. `seed` is used where the random states
-        cannot be restored (another rank count)."""
+        cannot be restored (another rank count). Raises ValueError for what does not fit, before anything changes."""
+        self._require_closed()
         loaded = load_checkpoint(
             path,
             model=self.model.parameters(),
@@ -270,8 +317,11 @@ class HybridEngine:
     def save_pretrained(self, path: str | os.PathLike[str], dtype: str | None = None) -> None:
         """A HF folder that the model's own auto class loads, in `dtype` (None: the compute dtype). What text never runs (a
         vision tower) is copied from the source folder bit for bit."""
+        if dtype is not None and dtype not in EXPORT_DTYPES:
+            raise ValueError(f"save_pretrained: dtype={dtype!r}; allowed: {', '.join(EXPORT_DTYPES)}")
         model = self.model
-        towers = model.towers if model.path else ()
+        towers = model.towers if model.files else ()
+        copied = [name for name, _ in model.module.named_hf_parameters() if name.startswith(towers)] if towers else []
         save_pretrained(
             path,
             ((name, p.detach()) for name, p in model.parameters().items() if not name.startswith(towers)),
@@ -279,7 +329,7 @@ class HybridEngine:
             architecture=type(model.module.hf).__name__,
             tokenizer=model.tokenizer,
             source=model.path,
-            copied=(lambda name: name.startswith(towers)) if towers else None,
+            copied=[(name, model.files.get(name)) for name in copied] if model.files else (),
             dtype=getattr(torch, dtype or self.config.compute_dtype),
         )
 
@@ -290,45 +340,15 @@ class HybridEngine:
 
 def initialize(
     model: str | os.PathLike[str] | PreTrainedModel,
-    config: HybridConfig | Mapping[str, Any] | None = None,
+    config: Config = None,
     *,
     tokenizer: Any = None,
 ) -> tuple[HybridEngine, torch.optim.Optimizer, None, optim.Schedule]:
-    """DeepSpeed's entry: (engine, optimizer, dataloader, lr_scheduler). `model` is a HF folder, a hub name, or a HF module in
-    memory. There is no dataloader: batches are the caller's."""
+    """DeepSpeed's entry: (engine, optimizer, dataloader, lr_scheduler). `model` is a HF folder or hub name, with `tokenizer` the
+    folder of another one, or a HF module in memory, with its tokenizer object. `config` may be a JSON file of HybridConfig's
+    keys (not DeepSpeed's). There is no dataloader: batches are the caller's."""
     if isinstance(model, PreTrainedModel):
         engine = HybridEngine.from_module(model, config, tokenizer=tokenizer)
     else:
-        engine = HybridEngine.from_pretrained(model, config)
+        engine = HybridEngine.from_pretrained(model, config, tokenizer=tokenizer)
     return engine, engine.optimizer, None, engine.lr_scheduler
-
-
-def resolve(config: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:
-    return config if isinstance(config, HybridConfig) else HybridConfig(**(config or {}))
-
-
-def packed_batch(batch: Mapping[str, Tensor]) -> Batch:
-    """Rows of a padded HF batch (padding on either side) as packed sequences. A label counts where the token it names and the
-    token before it are real. Raises ValueError for shapes that differ."""
-    ids, labels = batch["input_ids"], batch["labels"]
-    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    if not ids.shape == labels.shape == mask.shape or ids.dim() != 2:
-        shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        raise ValueError(f"batch shapes {shapes}; allowed: input_ids, attention_mask and labels of one shape [B, L]")
-    lengths = mask.sum(1)
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    rows, columns = mask.nonzero(as_tuple=True)
-    positions = torch.arange(len(rows), device=ids.device) - cu_seqlens[rows]
-    counted = ((labels[rows, columns] != -100) & (positions > 0)).nonzero().squeeze(1)
-    return Batch(
-        token_ids=ids[rows, columns],
-        positions=positions,
-        cu_seqlens=cu_seqlens,
-        loss_index=counted - 1,
-        targets=labels[rows, columns][counted],
-        sequence_index=rows[counted],
-    )
-
-
-def cross_entropy(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-    return logits.logsumexp(1) - logits.gather(1, chunk.targets[:, None]).squeeze(1), {}

@@ -24,6 +24,11 @@ CONVERTED_BYTES = 32 * 2**20
 LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, where its length is not given; a divergence holds about eight such tensors
 
 
+def cross_entropy(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    """-log softmax(logits)[target]: a TokenLoss."""
+    return logits.logsumexp(1) - logits.gather(1, chunk.targets[:, None]).squeeze(1), {}
+
+
 def tokens_per_chunk(head: Head, given: int | None) -> int:
     """The chunk length that was asked for, or as many tokens as have LOGIT_BYTES of logits."""
     return given or max(1, LOGIT_BYTES // (4 * head.vocab_size))
@@ -45,10 +50,10 @@ def chunked_loss(
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens={chunk_tokens}; allowed: 1 or more")
     if weights is None:
-        weights = torch.ones(batch.num_targets, device=hidden.device)
+        weights = torch.ones(batch.num_targets, dtype=torch.float32, device=hidden.device)
     leaves = (hidden, head.weight, head.bias)
     gradients = [_accumulator(leaf, like_leaf=leaf is hidden) for leaf in leaves]
-    total = torch.zeros((), device=hidden.device)
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     sums: dict[str, Tensor] = {}
     with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
         for start in range(0, batch.num_targets, chunk_tokens):
@@ -109,6 +114,8 @@ def _one_chunk(
     with torch.set_grad_enabled(differentiate):
         logits.requires_grad_(differentiate)
         per_token, metrics = token_loss(logits, chunk)
+    if wrong := [tuple(t.shape) for t in (per_token, *metrics.values()) if t.shape != weight.shape]:
+        raise ValueError(f"a token loss gave {wrong[0]} for {len(weight)} tokens; allowed: one value per token, [C]")
     if differentiate:
         (grad,) = torch.autograd.grad(per_token, logits, weight)
         grad = grad.contiguous().masked_fill_(~counted[:, None], 0.0)

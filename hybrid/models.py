@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,12 +21,13 @@ from hybrid import sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, tokens_per_chunk
-from hybrid.mesh import Mesh
+from hybrid.mesh import Mesh, first_error
 from hybrid.policy import HeadFunction, PolicyModule, inputs, mode
-from hybrid.sharding import ShardedSource
+from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
-from inference_v2.loading import eos_union, load_model
+from inference_v2.loading import eos_union, load_model, tokenizer_vocab_limit
 from inference_v2.models import REGISTRY, spec_of
+from inference_v2.models.fallback import _fix_rope as fix_rope
 from inference_v2.models.spec import DecoderSpec
 from inference_v2.rope import force_table
 from inference_v2.weights import WeightSource
@@ -64,6 +65,10 @@ class ShardedModel:
         self.towers = tuple(prefix for prefix in ignored if any(n.startswith(prefix) for n, _ in hf.named_parameters()))
         if self.spec is not None:
             force_table(hf, self.spec.rope, self.max_positions)
+        else:  # the same for what its rollouts run
+            fix_rope(hf, config.rollout.engine.max_model_len)
+        if trainable:
+            self._check_settings([name for name, _ in hf.named_parameters()])
         for name, parameter in hf.named_parameters():
             parameter.requires_grad_(trainable and name not in frozen and not self._is_frozen(name))
         self.module = PolicyModule(
@@ -79,6 +84,7 @@ class ShardedModel:
             mesh=mesh,
             config=config,
         )
+        self.files: WeightSource | None = None  # the folder's own weights, mapped and not read; None: from memory
         self._offloaded = False
 
     # -- ways in
@@ -114,6 +120,7 @@ class ShardedModel:
             vocab_limit=config.vocab_limit or loaded.vocab_limit,
             path=str(loaded.path),
         )
+        model.files = loaded.source
         model._allocate()
         model._fill(loaded.source)
         return model
@@ -139,9 +146,23 @@ class ShardedModel:
             trainable=True,
             tokenizer=tokenizer,
             eos_token_ids=eos_union(hf_config, getattr(hf, "generation_config", None), tokenizer),
-            vocab_limit=config.vocab_limit,
+            vocab_limit=config.vocab_limit or _tokenizer_size(tokenizer, hf_config),
             frozen=frozenset(name for name, p in hf.named_parameters() if not p.requires_grad),
         )
+
+    def _check_settings(self, names: Sequence[str]) -> None:
+        """Raises ValueError for settings of a trained model that do not fit it."""
+        for pattern in self.config.freeze:
+            if not any(re.search(pattern, name) for name in names):
+                raise ValueError(f"freeze: {pattern!r} is found in no parameter's name, such as {names[0]} or {names[-1]} "
+                                 "(a tied weight has one name, the embedding's)")  # fmt: skip
+        if (self.vocab_limit or 0) > self.num_rows:
+            raise ValueError(f"vocab_limit={self.vocab_limit}; allowed: up to the model's {self.num_rows} rows")
+        limit = getattr(self.hf_config.get_text_config(), "max_position_embeddings", None)
+        wanted = self.config.rollout.engine.max_model_len
+        if self.spec is None and wanted is not None and limit is not None and wanted > limit:  # they may be a learned table
+            raise ValueError(f"max_model_len={wanted} with model_type={self.hf_config.model_type!r}; allowed: up to {limit}, "
+                             "the positions it has")  # fmt: skip
 
     def _is_frozen(self, name: str) -> bool:
         return name.startswith(self.towers) or any(re.search(p, name) for p in self.config.freeze)
@@ -173,7 +194,6 @@ class ShardedModel:
 
     # -- verbs without gradients
 
-    @torch.no_grad()
     def hidden_states(self, batch: Batch) -> Tensor:
         """[N, H] in the compute dtype: what the head sees at each counted position. Collective."""
         return self._evaluate(batch, None)
@@ -190,12 +210,14 @@ class ShardedModel:
                 parts.append(logits.gather(1, targets).squeeze(1) - logits.logsumexp(1))
             return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
 
-        with torch.no_grad():
-            return self._evaluate(batch, logprobs)
+        return self._evaluate(batch, logprobs)
 
     def _evaluate(self, batch: Batch, head_function: HeadFunction[Tensor] | None) -> Tensor:
+        error = self.misfit(batch)
+        if (line := first_error(error)) is not None:
+            raise ValueError(line) from error
         batch = batch.to(self.mesh.device)
-        with mode(self.module, train=False):
+        with outside_inference_mode(), torch.no_grad(), mode(self.module, train=False):
             try:
                 return self.module(*inputs(batch), batch.loss_index, head_function)
             except BaseException:
@@ -212,6 +234,15 @@ class ShardedModel:
             head = self.module.gathered_head()
             yield Head(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.vocab_limit, head.scale,
                        head.softcap)  # fmt: skip
+
+    @property
+    def num_rows(self) -> int:
+        """Of the embedding: token ids lie below. The head's may be cut at `vocab_limit`."""
+        return self.hf_config.get_text_config().vocab_size
+
+    def misfit(self, batch: Batch) -> ValueError | None:
+        """Why this batch cannot be used, if it holds ids that the model does not have."""
+        return batch.misfit(rows=self.num_rows, counted=min(self.vocab_limit or self.num_rows, self.num_rows))
 
     # -- weights
 
@@ -254,6 +285,10 @@ class ShardedModel:
         if self._offloaded:
             self.module.to(self.mesh.device)
             self._offloaded = False
+
+
+def _tokenizer_size(tokenizer: Any, hf_config: PreTrainedConfig) -> int | None:
+    return None if tokenizer is None else tokenizer_vocab_limit(tokenizer, hf_config.get_text_config().vocab_size)
 
 
 def build_on_meta(hf_config: PreTrainedConfig, config: HybridConfig, dtype: torch.dtype) -> PreTrainedModel:

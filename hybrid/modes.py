@@ -20,7 +20,7 @@ from hybrid.memory import checksum, free_bytes, peak_bytes
 from hybrid.models import ShardedModel
 from hybrid.module_copy import ModuleCopy, open_module_copy
 from hybrid.runner import LockStep, Runner
-from hybrid.sharding import ShardedSource, gathered, reshard
+from hybrid.sharding import ShardedSource, gathered, outside_inference_mode, reshard
 from inference_v2.engine import InferenceEngine
 from inference_v2.kernels import get_kernels
 from inference_v2.models.decoder import Decoder
@@ -54,6 +54,7 @@ class Generation:
         self.config = model.config.rollout
         self.dtype = getattr(torch, model.config.compute_dtype)
         self.gather: Gather | None = None  # decided at the first swap
+        self.is_open = False
         self.ledger: list[Swap] = []
         self._decoder: Decoder | ModuleDecoder | None = None
         self._copy: FusedWeights | ModuleCopy | None = None  # None until the first swap, and where layers are streamed
@@ -62,7 +63,20 @@ class Generation:
 
     @contextmanager
     def open(self, version: int) -> Iterator[Runner]:
-        """Generate with the weights of `version`; a copy of that version that is still held is used as it is. Collective."""
+        """Generate with the weights of `version`; a copy of that version that is still held is used as it is. Collective.
+        Raises RuntimeError if it is open already."""
+        if self.is_open:
+            raise RuntimeError("already generating: use the runner of the open `generating()`, or leave it first")
+        with outside_inference_mode():
+            self.is_open = True
+            try:
+                with self._opened(version) as runner:
+                    yield runner
+            finally:
+                self.is_open = False
+
+    @contextmanager
+    def _opened(self, version: int) -> Iterator[Runner]:
         started = time.perf_counter()
         generators = rng.capture()
         self._verify_checksums(version)

@@ -33,6 +33,9 @@ class Schedule:
     """The learning rate of each step, a function of the step's number alone. Has the verbs of torch's schedulers."""
 
     def __init__(self, config: OptimizerConfig, optimizer: torch.optim.Optimizer) -> None:
+        """Raises ValueError for a decay without an end."""
+        if config.schedule != "constant" and config.total_steps is None:
+            raise ValueError(f"optimizer.schedule={config.schedule} needs optimizer.total_steps; give it, or schedule=constant")
         self._config = config
         self._optimizer = optimizer
         self.seek(0)
@@ -58,13 +61,12 @@ class Schedule:
 
 def lr_factor(config: OptimizerConfig, step: int) -> float:
     """Share of config.lr that optimizer step `step` (from 0) uses: a linear rise over warmup_steps, then constant, or down to
-    min_lr_ratio at total_steps, linearly or along half a cosine. Raises ValueError for a decay without an end."""
+    min_lr_ratio at total_steps, linearly or along half a cosine."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps
     if config.schedule == "constant":
         return 1.0
-    if config.total_steps is None:
-        raise ValueError(f"optimizer.schedule={config.schedule} needs optimizer.total_steps; give it, or schedule=constant")
+    assert config.total_steps is not None, "refused by Schedule"
     span = max(1, config.total_steps - config.warmup_steps)
     done = min(1.0, (step - config.warmup_steps) / span)
     left = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
@@ -75,16 +77,16 @@ def squared_norms(parameters: Mapping[str, nn.Parameter], group: dist.ProcessGro
     """Squared norm of each gradient over all its shards, the same on every rank: one all-reduce on the group that shares one
     copy of the weights, accumulated in float64. A parameter without a gradient counts 0."""
     trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-    sums = [_squared_norm(p.grad) for p in trainable.values()]
+    sums = [_squared_norm(p) for p in trainable.values()]
     total = torch.stack(sums).cpu()
     dist.all_reduce(total, group=group)
     return dict(zip(trainable, total.tolist(), strict=True))
 
 
-def _squared_norm(grad: Tensor | None) -> Tensor:
-    if grad is None:
-        return torch.zeros((), dtype=torch.float64)
-    return torch.linalg.vector_norm(local(grad), dtype=torch.float64).square()
+def _squared_norm(parameter: nn.Parameter) -> Tensor:
+    if parameter.grad is None:
+        return torch.zeros((), dtype=torch.float64, device=parameter.device)
+    return torch.linalg.vector_norm(local(parameter.grad), dtype=torch.float64).square()
 
 
 def clip(parameters: Mapping[str, nn.Parameter], norm: float, max_norm: float | None) -> None:

@@ -11,7 +11,7 @@ Gradients are sums over ranks: the engine has divided the loss by the global tok
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import torch
@@ -99,8 +99,15 @@ def gathered(module: nn.Module) -> list[str]:
 
 def abandon(module: nn.Module) -> None:
     """After a forward or backward that raised: drop what is in flight, free what is gathered, ready for the next."""
-    cast(FSDPModule, module).reset_iter_state()
+    root = cast(FSDPModule, module)
+    if root._get_fsdp_state()._is_root:  # None before the first forward: nothing can be in flight
+        root.reset_iter_state()
     reshard(module)
+
+
+def outside_inference_mode() -> AbstractContextManager[object]:
+    """What is gathered in the caller's torch.inference_mode() could not be trained afterwards: leave it for a while."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def set_sync(module: nn.Module, stage: int, *, last: bool) -> None:
@@ -157,7 +164,7 @@ class ShardedSource:
         self.opened += 1
         held = self._groups[prefix]
         try:
-            with torch.no_grad():  # a first gather in inference mode would break the next training step
+            with outside_inference_mode(), torch.no_grad():
                 for group in held:
                     group.unshard()
             whole = {id(p): p.nbytes for group in held for p in cast(nn.Module, group).parameters() if not isinstance(p, DTensor)}

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from hybrid.batch import Batch
-from hybrid.engine import HybridEngine, cross_entropy
+from hybrid.engine import HybridEngine
+from hybrid.loss_head import cross_entropy
 
 __all__ = ["cross_entropy"]  # defined elsewhere, used by tests
 

@@ -31,9 +31,11 @@ def test_the_learning_rate_of_each_step(settings, expected):
     assert [lr_factor(config, step) for step in range(7)] == pytest.approx(expected)
 
 
-def test_a_decay_without_an_end_is_refused():
+@pytest.mark.parametrize("warmup_steps", [0, 3])
+def test_a_decay_without_an_end_is_refused_at_the_start(warmup_steps):
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(ValueError, match="total_steps"):
-        lr_factor(OptimizerConfig(schedule="cosine"), 0)
+        Schedule(OptimizerConfig(schedule="cosine", warmup_steps=warmup_steps), optimizer)
 
 
 def test_a_schedule_resumes_where_it_stood():

@@ -8,7 +8,7 @@ from hybrid_cases import full_weights, hf_module, make_engine, relative_error
 from tiny import save_tiny, tiny_model
 
 from hybrid import initialize
-from hybrid.engine import packed_batch
+from hybrid.batch import packed_batch
 from hybrid.sharding import gathered
 
 IDS = torch.tensor([[5, 6, 7, 8, 0, 0], [9, 10, 11, 12, 13, 14]])
