@@ -64,8 +64,14 @@ class SelfTeacher(Strict):
     kind: Literal["self"]
     weights: Literal["start", "live", "ema"] = Field("start", description="frozen at the start, today's, or an average")
     ema_decay: float = Field(0.99, ge=0, lt=1, description="weights: ema only")
-    offload: bool = False
-    compute_dtype: Literal["float32", "bfloat16"] | None = None
+    offload: bool = Field(False, description="as a frozen teacher's; weights: live has none of its own to move")
+    compute_dtype: Literal["float32", "bfloat16"] | None = Field(None, description="as a frozen teacher's; not for weights: live")
+
+    @model_validator(mode="after")
+    def _check(self) -> SelfTeacher:
+        if self.weights == "live" and (self.offload or self.compute_dtype is not None):
+            raise ValueError("weights=live reads the student's own weights; leave out offload and compute_dtype")
+        return self
 
 
 def _kind(teacher: Any) -> str | None:
@@ -89,6 +95,9 @@ class DataConfig(Strict):
     answer_column: str = "answer"
     chat: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: messages and, where the tokenizer has a chat template, text prompts go through it"
+    )
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field(
+        default_factory=dict, description="variables of the chat template, e.g. {enable_thinking: false} for Qwen3"
     )
     system: str | None = Field(None, description="a system message put before prompts that have none")
     privileged_template: str | None = Field(
@@ -118,8 +127,13 @@ class SamplingConfig(Strict):
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
 
-    def params(self, *, num_samples: int = 1, seed: int = 0, **changes: Any) -> SamplingParams:
-        return SamplingParams(**{**self.model_dump(), "num_samples": num_samples, "seed": seed, **changes})
+    @model_validator(mode="after")
+    def _check(self) -> SamplingConfig:
+        self.params()
+        return self
+
+    def params(self, *, num_samples: int = 1, seed: int = 0) -> SamplingParams:
+        return SamplingParams(**self.model_dump(), num_samples=num_samples, seed=seed)
 
     @property
     def truncates(self) -> bool:
@@ -151,7 +165,7 @@ class DistillLoss(Strict):
     clip_element: float | None = Field(None, gt=0, description="cap of each vocabulary term, before the sum")
     clip_token: float | None = Field(None, gt=0, description="cap of a token's divergence, after the sum")
     ratio_clip: float | None = Field(None, gt=0, description="sampled_token: clip the ratio to 1 +- this")
-    cross_entropy: float = Field(0.0, ge=0, description="weight of cross-entropy on given responses, over their own count")
+    cross_entropy: float = Field(0.0, ge=0, description="weight of cross-entropy in the steps on given responses")
     reduction: Literal["token_mean", "sequence_mean", "sum_per_constant"] = "token_mean"
     constant_length: int | None = Field(None, ge=1, description="sum_per_constant: the L in sum / (sequences * L)")
 
@@ -185,15 +199,24 @@ class EvalConfig(Strict):
     samples: int = Field(4, ge=0, description="completions written to the table at each evaluation")
     stop: tuple[str, ...] = ()
 
+    @model_validator(mode="after")
+    def _check(self) -> EvalConfig:
+        _ = self.sampling
+        return self
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Greedy."""
+        return SamplingParams(max_new_tokens=self.max_new_tokens, temperature=0.0, stop=self.stop)
+
 
 class CertificateConfig(Strict):
-    """Per-token |log p_rollout - log p_train|, on the first rollout and every n steps."""
+    """Per-token |log p_rollout - log p_train|, on the first rollout of a process and every n steps."""
 
     every: int = Field(50, ge=0, description="0: the first rollout only")
     bound: float | None = Field(None, gt=0, description="per token; None: 1e-4 in float32, 0.5 in bfloat16")
     mean_bound: float | None = Field(None, gt=0, description="None: 1e-4 in float32, 0.1 in bfloat16")
     action: Literal["stop", "warn"] = "stop"
-    max_sequences: int = Field(16, ge=1)
 
 
 class CheckpointConfig(Strict):

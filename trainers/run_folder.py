@@ -18,7 +18,8 @@ from hybrid.mesh import Mesh
 from trainers.config import RunConfig
 
 # Keys (and what is below them) that a resumed run may set anew: they do not enter what is trained, or only for how long.
-FREE_KEYS = ("output_dir", "max_steps", "log", "checkpoint", "eval", "data.eval", "data.eval_split", "data.max_eval")
+FREE_KEYS = ("output_dir", "max_steps", "log", "checkpoint", "certificate", "eval", "data.eval", "data.eval_split",
+             "data.max_eval", "engine.timeout_s")  # fmt: skip
 DECAY_END = "engine.optimizer.total_steps"
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from decimal import Decimal
 from typing import Any
 
 from trainers.config import DataConfig
@@ -32,21 +34,21 @@ class PromptSet:
         )
 
 
-def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, eos_token_id: int | None = None) -> PromptSet:
-    """The prompts of `config.train` (or `config.eval` with `held_out`).
+def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, eos_token_ids: Collection[int] = ()) -> PromptSet:
+    """The prompts of `config.train`, or with `held_out` those of `config.eval`, of which only prompt and answer are read.
 
-    `eos_token_id` ends given responses (None: the tokenizer's). Raises ValueError naming the file and the row for a missing
+    `eos_token_ids` end given responses, beside the tokenizer's own. Raises ValueError naming the file and the row for a missing
     column, a wrong type or an empty prompt, and where no prompt is short enough.
     """
     source = config.eval if held_out else config.train
     assert source is not None
     split, limit = (config.eval_split, config.max_eval) if held_out else (config.split, config.max_train)
     rows = load_rows(source, split=split, limit=limit)
-    encoder = PromptEncoder(tokenizer, config, eos_token_id=eos_token_id)
+    encoder = PromptEncoder(tokenizer, config, eos_token_ids=eos_token_ids)
     prompts, long_prompts, long_responses = [], 0, 0
     for index, row in enumerate(rows):
         try:
-            prompt = _read_row(index, row, config, encoder)
+            prompt = _read_row(index, row, config, encoder, held_out=held_out)
         except Exception as error:
             # `tokenizers` raises a bare Exception for a character that a vocabulary lacks; any other kind is a fault of ours.
             if not isinstance(error, ValueError) and type(error) is not Exception:
@@ -65,7 +67,7 @@ def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, 
     return found
 
 
-def _read_row(index: int, row: Mapping[str, Any], config: DataConfig, encoder: PromptEncoder) -> Prompt:
+def _read_row(index: int, row: Mapping[str, Any], config: DataConfig, encoder: PromptEncoder, *, held_out: bool) -> Prompt:
     if row.get(config.prompt_column) is None:
         near = difflib.get_close_matches(config.prompt_column, row.keys(), 1, cutoff=0.0)
         hint = f"; did you mean data.prompt_column={near[0]}?" if near else ""
@@ -73,21 +75,21 @@ def _read_row(index: int, row: Mapping[str, Any], config: DataConfig, encoder: P
     content = read_content(row[config.prompt_column], column=config.prompt_column)
     if not content:
         raise ValueError(f"column {config.prompt_column} is empty")
-    privileged = row.get(config.privileged_column)
-    if privileged is not None:
-        privileged = read_content(privileged, column=config.privileged_column)
     answer = _answer(row.get(config.answer_column), config.answer_column)
-    response = row.get(config.response_column)
-    if response is not None and not isinstance(response, str):
-        raise ValueError(f"column {config.response_column} holds {type(response).__name__}; allowed: text")
     ids = encoder.prompt(content)
     if not ids:
         raise ValueError(f"column {config.prompt_column} has no tokens: {content!r:.80}")
-    return Prompt(
-        index=index,
-        ids=ids,
-        text=_shown(content),
-        answer=answer,
+    prompt = Prompt(index=index, ids=ids, text=_shown(content), answer=answer)
+    if held_out:
+        return prompt
+    privileged = row.get(config.privileged_column)
+    if privileged is not None:
+        privileged = read_content(privileged, column=config.privileged_column) or None
+    response = row.get(config.response_column)
+    if response is not None and not isinstance(response, str):
+        raise ValueError(f"column {config.response_column} holds {type(response).__name__}; allowed: text")
+    return replace(
+        prompt,
         privileged_ids=encoder.privileged(content, privileged, answer) if _has_context(privileged, config) else None,
         response=response,
         response_ids=None if response is None else encoder.response(response),
@@ -104,7 +106,11 @@ def _answer(value: object, column: str) -> str | None:
         return value
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"column {column} holds {type(value).__name__}; allowed: text or a number")
-    return str(value)
+    if isinstance(value, int):
+        return str(value)
+    if not math.isfinite(value):
+        raise ValueError(f"column {column} holds {value}; allowed: text or a finite number")
+    return format(Decimal(str(value)), "f")  # 0.00001 and not 1e-05
 
 
 def _shown(content: Content) -> str:

@@ -35,23 +35,30 @@ def load_rows(source: str, *, split: str = "train", limit: int | None = None) ->
 def _json_lines(path: Path, limit: int | None) -> list[Row]:
     rows: list[Row] = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:  # some editors put a byte-order mark first
             for number, line in enumerate(file, 1):
                 if limit is not None and len(rows) == limit:
                     break
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise ValueError(f"data: {path} line {number} is a {type(row).__name__}; allowed: one JSON object a line")
-                rows.append(row)
+                if line.strip():
+                    rows.append(_json_object(line, f"{path} line {number}"))
     except OSError as error:
         raise ValueError(f"data: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"data: {path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"data: {path} line {number} is not JSON: {error.msg} at column {error.colno}") from error
     return rows
+
+
+def _json_object(line: str, place: str) -> Row:
+    try:
+        row = json.loads(line)
+        if "\\u" in line:  # an escape may be half of a character, which no tokenizer and no file takes
+            json.dumps(row, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        raise ValueError(f"data: {place} is not JSON: {reason}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"data: {place} is a {type(row).__name__}; allowed: one JSON object a line")
+    return row
 
 
 def _through_datasets(path: Path, source: str, split: str) -> Any:

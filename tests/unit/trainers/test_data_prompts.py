@@ -14,9 +14,14 @@ from trainers.data.templates import PromptEncoder, encode_text
 USER = {"role": "user", "content": "2+2?"}
 
 
+THINKING = "{% if add_generation_prompt and enable_thinking is defined and not enable_thinking %}-{% endif %}"
+
+
 @pytest.fixture(scope="module")
 def tokenizer():
-    return character_tokenizer()
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template += THINKING
+    return tokenizer
 
 
 @pytest.fixture
@@ -104,6 +109,9 @@ def test_privileged_text_messages_and_template(load, tokenizer):
         ({"privileged_template": "{prompt.__class__}"}, {"prompt": "a"}, "allowed: prompt, privileged, answer"),
         ({"privileged_template": "{0}"}, {"prompt": "a"}, "allowed: prompt, privileged, answer"),
         ({"privileged_template": "{prompt"}, {"prompt": "a"}, "a literal brace is written twice"),
+        ({"privileged_template": "{prompt!r} {answer}"}, {"prompt": "a"}, "allowed: the bare name in braces"),
+        ({"privileged_template": "{answer:{x}}"}, {"prompt": "a"}, "allowed: the bare name in braces"),
+        ({"privileged_template": ""}, {"prompt": "a"}, "adds nothing"),
         ({"privileged_template": "again: {prompt}"}, {"prompt": "a"}, "adds nothing"),
         ({"privileged_template": "{prompt}{answer}"}, {"prompt": "a"}, "row 0 .*which this row does not have"),
         ({"chat": "never"}, {"prompt": [USER]}, "row 0 .*messages need a chat template, but data.chat=never"),
@@ -115,12 +123,77 @@ def test_privileged_text_messages_and_template(load, tokenizer):
         ({}, {"prompt": ["a"]}, "row 0 .*messages {role: text, content: text}"),
         ({}, {"prompt": "a", "response": ["b"]}, "row 0 .*column response holds list; allowed: text"),
         ({}, {"prompt": "a", "answer": {"b": 1}}, "row 0 .*column answer holds dict; allowed: text or a number"),
+        ({}, {"prompt": "a", "answer": True}, "row 0 .*column answer holds bool; allowed: text or a number"),
+        ({}, {"prompt": "a", "answer": float("nan")}, "row 0 .*column answer holds nan; allowed: text or a finite number"),
+        ({"chat_template_kwargs": {"enable_thinkin": False}}, {"prompt": "a"}, "did you mean enable_thinking"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, {"prompt": "a"}, "add_generation_prompt is no variable"),
+        ({"chat": "never", "chat_template_kwargs": {"enable_thinking": False}}, {"prompt": "a"}, "needs a chat template"),
     ],
 )
 def test_what_does_not_fit_is_one_line_naming_the_row(load, settings, row, expected):
     with pytest.raises(ValueError, match=expected) as error:
         load(row, **settings)
     assert "\n" not in str(error.value)
+
+
+def test_a_template_has_its_own_variables(load, tokenizer):
+    """In the student's prompt and in the teacher's."""
+    shots = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    rows = ({"prompt": "a", "privileged": "b"}, {"prompt": "a", "privileged": shots})
+    for thinking, end in ((False, "A: <no>"), (True, "A: ")):
+        for prompt in load(*rows, chat_template_kwargs={"enable_thinking": thinking}).prompts:
+            assert tokenizer.decode(prompt.ids) == f"U: a\n{end}".replace("<no>", "-")
+            assert tokenizer.decode(prompt.privileged_ids).endswith(end.replace("<no>", "-"))
+
+
+def test_a_conversation_that_ends_with_the_assistant_is_continued(load, tokenizer):
+    start = [USER, {"role": "assistant", "content": "It is "}]
+    (row,) = load({"prompt": start, "privileged": "4."}).prompts
+    assert tokenizer.decode(row.ids) == "U: 2+2?\nA: It is "
+    assert tokenizer.decode(row.privileged_ids) == "U: 4.\n\n2+2?\nA: It is "
+
+
+def test_messages_that_a_template_refuses_name_the_row(load, tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('roles must\nalternate') }}")
+    with pytest.raises(ValueError, match=r"row 0 .*the chat template refuses these messages: roles must alternate"):
+        load({"prompt": "a"})
+
+
+def test_braces_in_a_row_are_text(load, tokenizer):
+    row = {"prompt": "f(x)", "privileged": "{0} {answer}"}
+    (found,) = load(row, privileged_template="{{{privileged}}} {prompt}", chat="never").prompts
+    assert found.privileged_ids == tuple(tokenizer("{{0} {answer}} f(x)")["input_ids"])
+
+
+def test_an_empty_privileged_cell_gives_nothing(load):
+    assert [p.privileged_ids for p in load({"prompt": "a", "privileged": ""}, {"prompt": "a", "privileged": []}).prompts] == [
+        None,
+        None,
+    ]
+
+
+def test_numbers_become_the_text_that_a_person_would_write(load):
+    rows = load(*({"prompt": "a", "answer": n} for n in (7, 0.00001, 1e20, -2.5))).prompts
+    assert [p.answer for p in rows] == ["7", "0.00001", "100000000000000000000", "-2.5"]
+
+
+def test_any_end_of_sequence_id_ends_a_given_response_and_what_follows_is_out(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": "a", "response": r}) for r in ("b;", "b;c", "b<eos>\n", "b")))
+    end = tokenizer.convert_tokens_to_ids(";")
+    b = tokenizer.convert_tokens_to_ids("b")
+    found = load_prompts(DataConfig(train=str(path)), tokenizer, eos_token_ids={end, EOS})
+    assert [p.response_ids for p in found.prompts] == [(b, end), (b, end), (b, EOS), (b, EOS)]
+
+
+def test_held_out_rows_need_neither_room_for_a_response_nor_a_privileged_prompt(tmp_path, tokenizer):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "ab", "privileged": "c" * 99, "response": "d" * 99}))
+    config = DataConfig(train=str(path), eval=str(path), chat="never", max_prompt_tokens=9, max_response_tokens=9)
+    (prompt,) = load_prompts(config, tokenizer, held_out=True).prompts
+    assert (prompt.privileged_ids, prompt.response_ids) == (None, None)
+    with pytest.raises(ValueError, match="nothing is left"):
+        load_prompts(config, tokenizer)
 
 
 def test_an_empty_prompt_is_an_error_with_its_row_number(load):

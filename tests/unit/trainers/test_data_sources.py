@@ -24,6 +24,18 @@ def test_blank_lines_are_skipped_and_the_limit_counts_rows(tmp_path):
     assert [r["prompt"] for r in load_rows(path, limit=2)] == ["a", "b"]
 
 
+def test_a_byte_order_mark_and_windows_line_ends_are_no_content(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert list(load_rows(str(tmp_path / "a.jsonl"))) == [{"prompt": "a"}, {"prompt": "b"}]
+
+
+def test_a_line_separator_inside_a_text_ends_no_line(tmp_path):
+    row = {"prompt": "a\u2028b\x85c\U0001f600"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row, ensure_ascii=False), encoding="utf-8")
+    assert list(load_rows(str(tmp_path / "a.jsonl"))) == [row]
+    assert list(load_rows(write(tmp_path / "b.jsonl", row))) == [row]
+
+
 def test_parquet_goes_through_datasets(tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -43,6 +55,9 @@ def test_parquet_goes_through_datasets(tmp_path, monkeypatch):
         ("a.jsonl", '{"prompt": 1}\n{"prompt"', "line 2 is not JSON"),
         ("a.jsonl", '{"prompt": 1}\n[1]', "line 2 is a list; allowed: one JSON object a line"),
         ("a.jsonl", "\n\n", "has no rows"),
+        ("a.jsonl", '{"prompt": "\\ud800"}', "line 1 is not JSON: .*surrogates not allowed"),
+        ("a.jsonl", '{"answer": ' + "9" * 5000 + "}", "line 1 is not JSON: Exceeds the limit"),
+        ("a.jsonl", "[" * 100_000, "line 1 is not JSON: maximum recursion depth"),
         ("a.parquet", "no parquet", "cannot load .*a.parquet"),
     ],
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from trainers.config import OPSDConfig, SFTConfig
+from trainers.config import EvalConfig, OPSDConfig, SelfTeacher, SFTConfig
 from trainers.run_folder import check_same_config, write_config
 
 
@@ -25,7 +25,8 @@ def test_what_does_not_change_the_training_may_change(tmp_path):
     decaying = {"optimizer": {"schedule": "cosine", "total_steps": 10}}
     write_config(sft(tmp_path, engine=decaying), tmp_path)
     longer = {"optimizer": {"schedule": "cosine", "total_steps": 20}}
-    free = {"log": {"console": False}, "checkpoint": {"every": 3}, "eval": {"every": 2}, "max_steps": 20, "output_dir": "moved"}
+    free = {"log": {"console": False}, "checkpoint": {"every": 3}, "eval": {"every": 2}, "max_steps": 20, "output_dir": "moved",
+            "certificate": {"action": "warn"}}  # fmt: skip
     check_same_config(sft(tmp_path, **free, engine=longer), tmp_path)
 
 
@@ -64,11 +65,21 @@ def test_sft_keeps_dropout_unless_told_otherwise(tmp_path):
     assert not sft(tmp_path, engine={"dropout": False}).engine.dropout
 
 
+def test_what_a_section_cannot_use_is_refused_before_anything_is_loaded():
+    with pytest.raises(ValueError, match="non-empty strings"):
+        EvalConfig(stop=("",))
+    for setting in ({"offload": True}, {"compute_dtype": "bfloat16"}):
+        with pytest.raises(ValueError, match="leave out offload and compute_dtype"):
+            SelfTeacher(kind="self", weights="live", **setting)
+
+
 @pytest.mark.parametrize(
     ("loss", "rollout", "expected"),
     [
         ({"divergence": "sampled_token"}, {"given_fraction": 0.5}, "needs tokens drawn from the policy"),
         ({"cross_entropy": 0.1}, {}, "acts on given responses"),
+        ({}, {"sampling": {"min_new_tokens": 500}}, "min_new_tokens=500"),
+        ({}, {"sampling": {"stop": [""]}}, "non-empty strings"),
     ],
 )
 def test_losses_that_the_rollouts_cannot_feed_are_refused(loss, rollout, expected):
