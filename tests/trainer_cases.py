@@ -13,6 +13,7 @@ from torch import Tensor
 from trainers.config import CONFIGS, NewModel, RunConfig
 from trainers.loop import train
 from trainers.new_model import write_new_model
+from trainers.types import Prompt
 
 CHARACTERS = "0123456789+=?\n"
 SIZES = {
@@ -25,17 +26,23 @@ class Killed(BaseException):
     """Stands for a kill: nothing of ours catches it."""
 
 
-def tiny_folder(path: Path, *, seed: int = 0, **settings: Any) -> str:
-    """A qwen3 with a character tokenizer of 16 ids."""
-    write_new_model(NewModel(architecture="qwen3", characters=CHARACTERS, settings=SIZES | settings, seed=seed), path)
+def tiny_folder(path: Path, *, seed: int = 0, characters: str = CHARACTERS, **settings: Any) -> str:
+    """A qwen3 with a character tokenizer, of 16 ids where nothing else is said."""
+    write_new_model(NewModel(architecture="qwen3", characters=characters, settings=SIZES | settings, seed=seed), path)
     return str(path)
 
 
+def reward_that_fails(completion: str, prompt: Prompt) -> float:
+    """At odd rows only, which are rank 1's of two."""
+    return {0: 0.5}[prompt.index % 2]
+
+
 def write_sums(path: Path, count: int = 10) -> str:
-    """Rows of prompt, privileged, response and answer; prompts of 4 and 5 tokens."""
+    """Rows of prompt, privileged, response and answer; prompts of 4 and 5 tokens. `long` is too long for a response."""
     sums = [(a, (7 * a) % 13) for a in range(count)]
     rows = [
-        {"prompt": f"{a}+{b}=", "privileged": f"{a}+{b}={a + b}?", "response": str(a + b), "answer": str(a + b)} for a, b in sums
+        {"prompt": f"{a}+{b}=", "privileged": f"{a}+{b}={a + b}?", "response": str(a + b), "answer": str(a + b), "long": "1" * 70}
+        for a, b in sums
     ]
     path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     return str(path)

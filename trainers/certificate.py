@@ -1,20 +1,23 @@
 """The parity certificate: do rollout and trainer agree on the probability of the tokens that were sampled?
 
-Per policy token d = |log p_rollout - log p_train|, both at the rollout's temperature, without truncation or penalties, from the
-same weights. The bounds are for a correct engine: beyond them the importance ratio of an on-policy loss is not 1.
+Per policy token d = |log p_rollout - log p_train|, without truncation or penalties. log p_train is read in the very forward pass
+that trains, at the loss's temperature, so d also sees dropout, another temperature, and weights that changed since the rollout.
+The bounds are for a correct engine: beyond them the importance ratio of an on-policy loss is not 1.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hybrid.engine import HybridEngine
+import torch
+from torch import Tensor
+
+from hybrid.batch import Batch
+from hybrid.loss_head import TokenLoss
+from hybrid.mesh import Mesh
 from trainers.config import CertificateConfig
-from trainers.data.batching import make_batches
-from trainers.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -57,39 +60,44 @@ def is_due(config: CertificateConfig, step: int, *, first: bool) -> bool:
     return first or (config.every > 0 and step % config.every == 0)
 
 
-def certify(
-    engine: HybridEngine,
-    rollouts: Sequence[Rollout],
-    config: CertificateConfig,
-    *,
-    temperature: float,
-    compute_dtype: str,
-    micro_batch_tokens: int,
-) -> Certificate:
-    """Compare up to `config.max_sequences` sampled rollouts of all ranks, before any weight changes. Collective."""
-    mine = [r for r in rollouts if any(s.source == "policy" for s in r.spans)]
-    mine = mine[: -(-config.max_sequences // engine.world_size)]
-    token_bound, mean_bound = DEFAULT_BOUNDS[compute_dtype]
-    bound = config.bound or token_bound
-    total = beyond = count = largest = 0.0
-    for batch in engine.equalise(make_batches(mine, micro_batch_tokens)):
-        trained = engine.score(batch, temperature=temperature)
-        if batch.rollout_logprobs_raw is None or batch.on_policy is None:
-            continue  # an empty one: this rank only takes part in the forward
-        for value in (batch.rollout_logprobs_raw - trained.cpu())[batch.on_policy].abs().tolist():
-            value = value if math.isfinite(value) else math.inf
-            total, count, beyond, largest = total + value, count + 1, beyond + (value > bound), max(largest, value)
-    total, count, beyond = engine.mesh.sum([total, count, beyond])
-    (largest,) = engine.mesh.max([largest])
-    return Certificate(
-        num_tokens=int(count),
-        mean=total / count if count else 0.0,
-        max=largest,
-        beyond=beyond / count if count else 0.0,
-        bound=bound,
-        mean_bound=config.mean_bound or mean_bound,
-        every_token=config.bound is not None or compute_dtype == "float32",
-    )
+class Certifier:
+    """Collects one step's d while its loss is computed, then says whether they hold."""
+
+    def __init__(self, config: CertificateConfig, *, temperature: float, compute_dtype: str) -> None:
+        token_bound, mean_bound = DEFAULT_BOUNDS[compute_dtype]
+        self.temperature = temperature
+        self.bound, self.mean_bound = config.bound or token_bound, config.mean_bound or mean_bound
+        self.every_token = config.bound is not None or compute_dtype == "float32"
+        self._differences: list[float] = []  # of this rank
+
+    def watch(self, token_loss: TokenLoss) -> TokenLoss:
+        """`token_loss`, unchanged, that also shows its logits to the certificate."""
+
+        def watched(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+            assert chunk.rollout_logprobs_raw is not None
+            assert chunk.on_policy is not None
+            with torch.no_grad():
+                z = logits / self.temperature  # [C, V]
+                trained = z.gather(-1, chunk.targets[:, None]).squeeze(-1) - z.logsumexp(-1)
+                self._differences += (chunk.rollout_logprobs_raw - trained)[chunk.on_policy].abs().tolist()
+            return token_loss(logits, chunk)
+
+        return watched
+
+    def certificate(self, mesh: Mesh) -> Certificate:
+        """Over all tokens of all ranks that were watched. Collective."""
+        d = [value if math.isfinite(value) else math.inf for value in self._differences]
+        total, count, beyond = mesh.sum([sum(d), len(d), sum(value > self.bound for value in d)])
+        (largest,) = mesh.max([max(d, default=0.0)])
+        return Certificate(
+            num_tokens=int(count),
+            mean=total / max(count, 1.0),
+            max=largest,
+            beyond=beyond / max(count, 1.0),
+            bound=self.bound,
+            mean_bound=self.mean_bound,
+            every_token=self.every_token,
+        )
 
 
 def enforce(certificate: Certificate, config: CertificateConfig, step: int, *, rank: int = 0) -> None:

@@ -1,6 +1,6 @@
 """The only training loop. It knows no algorithm: an algorithm chooses responses, names its scorers and gives a loss per token.
 
-A step: the next prompts -> rollouts -> scorers fill named fields -> certificate -> forward and backward over micro-batches ->
+A step: the next prompts -> rollouts -> scorers fill named fields -> forward and backward over micro-batches -> certificate ->
 optimizer -> scorers follow -> evaluation -> one record -> checkpoint. Every rank runs the same sequence of collectives.
 """
 
@@ -23,7 +23,7 @@ from hybrid.loss_head import TokenLoss
 from hybrid.mesh import Mesh, open_mesh
 from hybrid.monitor import Monitor
 from trainers.algorithm import Algorithm
-from trainers.certificate import certify, enforce, is_due
+from trainers.certificate import Certifier, enforce, is_due
 from trainers.config import OPSDConfig, RunConfig, SFTConfig
 from trainers.data.batching import make_batches
 from trainers.data.order import DataPosition, PromptStream, share
@@ -36,7 +36,6 @@ from trainers.run_folder import open_run, starting_model
 from trainers.scoring import open_teacher
 from trainers.sft import SFT
 from trainers.statistics import rollout_statistics
-from trainers.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,7 @@ def _open_engine(config: RunConfig, start: str) -> HybridEngine:
 def _finished(checkpoint: Path, config: RunConfig, run_dir: Path) -> TrainResult | None:
     """The result of a run that reached max_steps and stands there whole, without loading a model."""
     state = read_header(checkpoint)["state"]["extra"]
-    if state["step"] < config.max_steps or not (run_dir / "model" / "config.json").is_file():
+    if not state["finished"] or state["step"] < config.max_steps or not (run_dir / "model" / "config.json").is_file():
         return None
     return _result(run_dir, state["step"], state["evaluations"], stopped=False)
 
@@ -128,7 +127,7 @@ class Run:
         self.evaluator = None
         if config.data.eval is not None:
             held_out = self._load_data(held_out=True)
-            require_room(held_out.prompts, config.eval.max_new_tokens, engine.max_model_len)
+            require_room(held_out.prompts, engine.max_model_len, max_new_tokens=config.eval.max_new_tokens)
             self.evaluator = Evaluator(config.eval, held_out.prompts)
         self.algorithm = open_algorithm(config, engine, start)
         self.algorithm.check(data.prompts)
@@ -183,12 +182,14 @@ class Run:
             fields = {scorer.field: scorer.score(rollouts) for scorer in algorithm.scorers}
             phase.tokens += sum(len(r.ids) for r in rollouts) if fields else 0
         record = {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **self._swap()}
-        record |= self._certify(step, rollouts)
+        certifier = self._certifier(step, sampled=record["sampled"] > 0)
         batches = make_batches(rollouts, config.train.micro_batch_tokens, with_prompt=algorithm.with_prompt, fields=fields)
         with monitor.phase("train") as phase:
             phase.tokens += sum(b.num_tokens for b in batches)
             with algorithm.token_loss() as token_loss:
-                record |= self._forward_backward(batches, token_loss)
+                record |= self._forward_backward(batches, certifier.watch(token_loss) if certifier else token_loss)
+            if certifier is not None:
+                record |= self._certify(certifier, step)
             record |= engine.optim_step()
             for scorer in algorithm.scorers:
                 scorer.after_step()
@@ -213,19 +214,16 @@ class Run:
         means = self.engine.forward_backward(batches, token_loss, weights=weights, denominator=count)
         return self.algorithm.summarise(means)
 
-    def _certify(self, step: int, rollouts: list[Rollout]) -> dict[str, float]:
-        """The certificate's metrics where one is due. Whether a step has sampled tokens is agreed on over ranks."""
-        sampled = any(span.source == "policy" for r in rollouts for span in r.spans)
-        if not self.mesh.max([float(sampled)])[0] or not is_due(self.config.certificate, step, first=not self.certified):
-            return {}
-        certificate = certify(
-            self.engine,
-            rollouts,
-            self.config.certificate,
-            temperature=self.algorithm.temperature,
-            compute_dtype=self.config.engine.compute_dtype,
-            micro_batch_tokens=self.config.train.micro_batch_tokens,
-        )
+    def _certifier(self, step: int, *, sampled: bool) -> Certifier | None:
+        """Where a certificate is due, in a step whose tokens were sampled (on whatever rank)."""
+        if not sampled or not is_due(self.config.certificate, step, first=not self.certified):
+            return None
+        dtype = self.config.engine.compute_dtype
+        return Certifier(self.config.certificate, temperature=self.algorithm.temperature, compute_dtype=dtype)
+
+    def _certify(self, certifier: Certifier, step: int) -> dict[str, float]:
+        """The certificate's metrics. Raises CertificateError before a weight changes."""
+        certificate = certifier.certificate(self.mesh)
         enforce(certificate, self.config.certificate, step, rank=self.engine.rank)
         self.certified = True
         return certificate.metrics()
@@ -247,9 +245,9 @@ class Run:
     # -- state
 
     def _load_data(self, *, held_out: bool) -> PromptSet:
-        eos = min(self.engine.model.eos_token_ids, default=None) if self.engine.tokenizer.eos_token_id is None else None
-        found = load_prompts(self.config.data, self.engine.tokenizer, held_out=held_out, eos_token_id=eos)
-        if self.engine.rank == 0:
+        engine = self.engine
+        found = load_prompts(self.config.data, engine.tokenizer, held_out=held_out, eos_token_ids=engine.model.eos_token_ids)
+        if engine.rank == 0:
             dropped = found.num_rows - len(found)
             logger.log(logging.WARNING if dropped else logging.INFO, "%s data: %s", "held-out" if held_out else "training", found)
         return found
@@ -258,7 +256,12 @@ class Run:
         return {name: t for scorer in self.algorithm.scorers for name, t in scorer.averages().items()} or None
 
     def _save(self) -> None:
-        state = {"step": self.step, "data": self.stream.position.to_json(), "evaluations": self.evaluations}
+        state = {
+            "step": self.step,
+            "finished": self.step >= self.config.max_steps,  # then model/ is of this step
+            "data": self.stream.position.to_json(),
+            "evaluations": self.evaluations,
+        }
         self.engine.save(self.run_dir / "checkpoints" / f"step_{self.step}", state, ema=self._averages())
         if self.engine.rank == 0:
             prune(self.run_dir, self.config.checkpoint.keep)

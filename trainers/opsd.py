@@ -40,14 +40,18 @@ class OPSD:
             )
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        require_room(prompts, self.sampling.max_new_tokens, self.engine.max_model_len)
+        given = self.config.rollout.given_fraction > 0
+        for model, privileged in ((self.engine.model, False), (self.teacher.model, True)):
+            require_room(
+                prompts, model.max_positions, max_new_tokens=self.sampling.max_new_tokens, given=given, privileged=privileged
+            )
         for prompt in prompts:
             if self.config.teacher.kind == "self" and prompt.privileged_ids is None:
                 raise ValueError(
                     f"data: row {prompt.index} gives the self-teacher nothing that the student does not see; fill "
                     f"data.privileged_column ({self.config.data.privileged_column!r}) or write data.privileged_template"
                 )
-            if self.config.rollout.given_fraction > 0 and prompt.response_ids is None:
+            if given and prompt.response_ids is None:
                 raise ValueError(f"data: row {prompt.index} has no response; rollout.given_fraction needs data.response_column")
 
     def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:

@@ -29,13 +29,25 @@ def sample_rollouts(generator: Generator, prompts: Sequence[DrawnPrompt], sampli
     return [_from_policy(drawn, c) for drawn, samples in zip(prompts, completions, strict=True) for c in samples]
 
 
-def require_room(prompts: Sequence[Prompt], max_new_tokens: int, max_model_len: int) -> None:
-    """Raises ValueError naming the longest row, before the first step, if it leaves no room for `max_new_tokens`."""
-    longest = max(prompts, key=lambda p: len(p.ids))
-    if len(longest.ids) + max_new_tokens > max_model_len:
+def require_room(
+    prompts: Sequence[Prompt], max_model_len: int, *, max_new_tokens: int = 0, given: bool = False, privileged: bool = False
+) -> None:
+    """Raises ValueError naming the longest row, before the first step, if prompt and response may be longer than the model takes.
+
+    A response may have `max_new_tokens`, or what the row gives (`given`); the prompt is the student's or the `privileged` one.
+    """
+
+    def lengths(prompt: Prompt) -> tuple[int, int]:
+        ids = prompt.privileged_ids if privileged and prompt.privileged_ids is not None else prompt.ids
+        return len(ids), max(max_new_tokens, len(prompt.response_ids or ()) if given else 0)
+
+    longest = max(prompts, key=lambda p: sum(lengths(p)))
+    num_prompt, num_response = lengths(longest)
+    if num_prompt + num_response > max_model_len:
         raise ValueError(
-            f"data: row {longest.index} has {len(longest.ids)} prompt tokens, and max_new_tokens={max_new_tokens}; allowed: "
-            f"{max_model_len} in all; lower data.max_prompt_tokens or max_new_tokens, or set engine.rollout.engine.max_model_len"
+            f"data: row {longest.index} has {num_prompt} {'privileged ' if privileged else ''}prompt tokens, its response up to "
+            f"{num_response}; allowed: {max_model_len} in all; lower data.max_prompt_tokens, max_new_tokens or "
+            "data.max_response_tokens, or set engine.rollout.engine.max_model_len"
         )
 
 

@@ -126,7 +126,8 @@ def open_teacher(
     # Only an average needs fp32 masters: a frozen copy is held in the dtype it computes in.
     model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=decay is not None)
     if isinstance(teacher, FrozenTeacher):
-        check_same_vocabulary(engine.tokenizer.get_vocab(), model.tokenizer and model.tokenizer.get_vocab(), path)
+        vocabulary = None if model.tokenizer is None else model.tokenizer.get_vocab()
+        check_same_vocabulary(engine.tokenizer.get_vocab(), vocabulary, path)
         rows = model.hf_config.get_text_config().vocab_size
         if limit is not None and rows < limit:
             raise ValueError(f"teacher {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching teacher")

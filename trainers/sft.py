@@ -11,7 +11,7 @@ from trainers.config import SFTConfig
 from trainers.data.order import DrawnPrompt
 from trainers.losses import cross_entropy_token_loss
 from trainers.losses.reductions import Reduction
-from trainers.rollout import given_rollouts
+from trainers.rollout import given_rollouts, require_room
 from trainers.scoring import Scorer
 from trainers.types import Prompt, Rollout
 
@@ -31,6 +31,7 @@ class SFT:
         for prompt in prompts:
             if prompt.response_ids is None:
                 raise ValueError(f"data: row {prompt.index} has no response to train on; fill data.response_column")
+        require_room(prompts, self.engine.max_model_len, given=True)
 
     def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
         return given_rollouts(prompts, self.engine.weight_version)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from trainer_cases import Killed, lines, run, settings, tiny_folder, weights, write_sums
+from tiny import save_tiny
+from trainer_cases import CHARACTERS, Killed, lines, run, settings, tiny_folder, weights, write_sums
 
 from trainers import opsd
 from trainers.certificate import CertificateError
+from trainers.new_model import character_tokenizer
 
 TEACHERS = {
     "frozen": {},
@@ -181,8 +186,6 @@ def test_a_wrong_rollout_fails_the_certificate(make, monkeypatch):
     real = opsd.sample_rollouts
 
     def shifted(*args):
-        from dataclasses import replace
-
         return [replace(r, logprobs_raw=tuple(v - 1e-3 for v in r.logprobs_raw)) for r in real(*args)]
 
     monkeypatch.setattr(opsd, "sample_rollouts", shifted)
@@ -190,6 +193,95 @@ def test_a_wrong_rollout_fails_the_certificate(make, monkeypatch):
         run(make("opsd"))
     _, records = run(make("opsd", "warned", **{"certificate.action": "warn"}))
     assert records[1]["certificate_mean"] == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_a_certificate_that_failed_may_be_turned_into_a_warning_on_the_way(make, monkeypatch):
+    """What the error proposes works: the run goes on from its checkpoint."""
+    tree = make("opsd", **{"certificate.every": 3})
+    real = opsd.sample_rollouts
+
+    def colder_from_the_third_step(engine, *args):
+        prompts, sampling = args
+        return real(engine, prompts, replace(sampling, temperature=0.5) if engine.step_count >= 2 else sampling)
+
+    monkeypatch.setattr(opsd, "sample_rollouts", colder_from_the_third_step)
+    with pytest.raises(CertificateError, match=r"step 3: .*set certificate.action=warn"):
+        run(tree)
+    assert [r["step"] for r in lines(tree, "metrics.jsonl")] == [1, 2]
+    tree["certificate"]["action"] = "warn"
+    _, records = run(tree)
+    assert list(records) == [3, 4]
+
+
+LOSSES = [
+    {"divergence": "forward_kl", "clip_token": 0.5},
+    {"divergence": "forward_kl", "top_k": 3, "tail": "bucket"},
+    {"divergence": "reverse_kl"},
+    {"divergence": "reverse_kl", "top_k": 3, "support": "student", "tail": "renormalise"},
+    {"divergence": "jsd", "beta": 0.1},
+    {"divergence": "jsd_normalised", "clip_element": 0.2},
+    {"divergence": "skew_forward"},
+    {"divergence": "skew_reverse", "reduction": "sequence_mean"},
+    {"divergence": "sampled_token", "ratio_clip": 0.2},
+]
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: "-".join(map(str, loss.values())))
+def test_every_loss_trains_and_is_nothing_where_the_teacher_is_the_student(make, models, loss):
+    _, records = run(make("opsd", max_steps=2, loss=loss))
+    assert all(math.isfinite(r["loss"]) and r["grad_norm"] > 1e-3 for r in records.values())
+    assert all((r["clipped"] > 0) == ("clip_token" in loss or "clip_element" in loss) for r in records.values() if "clipped" in r)
+    same = {"teacher.path": str(models / "student"), "data.privileged_column": "none"}
+    _, records = run(make("opsd", "same", max_steps=1, loss=loss, **same))
+    assert abs(records[1]["loss"]) <= 1e-6
+    assert records[1]["grad_norm"] <= 1e-6
+
+
+def test_a_teacher_of_another_family_and_width(make, models):
+    save_tiny(
+        models / "exaone4", "exaone4", tokenizer=character_tokenizer(CHARACTERS)
+    )  # 96 rows for 16 ids, hidden 64 against 32
+    _, records = run(make("opsd", max_steps=20, teacher={"path": str(models / "exaone4")}, **{"loss.divergence": "forward_kl"}))
+    assert records[20]["loss"] < 0.7 * records[1]["loss"]
+
+
+def test_a_stopped_run_that_is_asked_for_no_more_steps_leaves_the_model_of_its_last(make):
+    """Not the one that an earlier, shorter end left in model/."""
+    tree, whole = make("sft", max_steps=2), make("sft", "whole", max_steps=3)
+    run(tree)
+    run(tree | {"max_steps": 4}, stop_after=3)
+    result, records = run(tree | {"max_steps": 3})
+    run(whole)
+    assert (result.steps, records) == (3, {})
+    assert same(weights(tree), weights(whole))
+
+
+def test_a_full_disk_ends_the_run_with_its_reason_and_keeps_the_checkpoint(make, monkeypatch):
+    from hybrid.records import Records
+
+    real = Records.write
+
+    def write(self, record):
+        if record.get("step") == 3:
+            raise OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        real(self, record)
+
+    tree = make("sft")
+    with monkeypatch.context() as patch:
+        patch.setattr(Records, "write", write)
+        with pytest.raises(OSError, match="No space left on device"):
+            run(tree)
+    _, records = run(tree)
+    assert list(records) == [3, 4]
+    assert [r["step"] for r in lines(tree, "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_prompts_beyond_ascii_reach_the_table_as_they_are(make, models, tmp_path):
+    tiny_folder(tmp_path / "student", characters="é√😀0123456789")
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "é√😀", "response": "😀1"}), encoding="utf-8")
+    tree = make("sft", max_steps=1, model={"path": str(tmp_path / "student")}, **{"data.train": str(tmp_path / "rows.jsonl")})
+    run(tree)
+    assert [(r["prompt"], r["completion"]) for r in lines(tree, "completions.jsonl")] == [("é√😀", "😀1")]
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sum_per_constant"])
@@ -235,6 +327,11 @@ def test_a_fresh_model_is_made_in_the_run_folder_and_kept(make):
         ({"teacher": {"kind": "self"}, "data.privileged_column": "hint"}, "row 0 gives the self-teacher nothing"),
         ({"rollout.given_fraction": 0.5, "data.response_column": "none"}, "row 0 has no response"),
         ({"rollout.sampling.max_new_tokens": 60}, "row 7 has 5 prompt tokens.*allowed: 64 in all"),
+        (
+            {"rollout.sampling.max_new_tokens": 50, "data.privileged_template": "{prompt}{privileged}{privileged}"},
+            "row 7 has 21 privileged prompt tokens.*allowed: 64 in all",
+        ),
+        ({"rollout.given_fraction": 0.5, "data.response_column": "long"}, "its response up to 71; allowed: 64 in all"),
         ({"model": {"recipe": "x.yaml"}}, "model.recipe is not trained yet"),
         ({"teacher": {"recipe": "x.yaml"}}, "teacher.recipe is not trained yet"),
     ],
@@ -244,9 +341,12 @@ def test_what_cannot_run_is_refused_at_the_start(make, changes, expected):
         run(make("opsd", **changes))
 
 
-def test_sft_without_responses_is_refused(make):
-    with pytest.raises(ValueError, match="row 0 has no response to train on"):
-        run(make("sft", **{"data.response_column": "none"}))
+@pytest.mark.parametrize(
+    ("column", "expected"), [("none", "row 0 has no response to train on"), ("long", "its response up to 71; allowed: 64 in all")]
+)
+def test_sft_without_responses_or_room_is_refused(make, column, expected):
+    with pytest.raises(ValueError, match=expected):
+        run(make("sft", **{"data.response_column": column}))
 
 
 def test_truncated_sampling_with_a_sampled_token_loss_is_warned_about(make, caplog):

@@ -12,8 +12,7 @@ from trainer_cases import tiny_folder
 from hybrid.config import HybridConfig
 from hybrid.engine import HybridEngine
 from inference_v2.types import SamplingParams
-from trainers.certificate import certify
-from trainers.config import CertificateConfig, OPSDConfig
+from trainers.config import OPSDConfig
 from trainers.data.batching import make_batches, pack
 from trainers.data.order import DrawnPrompt, share
 from trainers.opsd import OPSD
@@ -123,45 +122,6 @@ def test_given_responses_become_rollouts_with_given_spans():
     assert not pack([rollout]).on_policy.any()
     with pytest.raises(ValueError, match="row 0 has no given response"):
         given_rollouts(DRAWN[:1], weight_version=2)
-
-
-def certificate(engine, rollouts, **config):
-    return certify(engine, rollouts, CertificateConfig(**config), temperature=0.7, compute_dtype="float32", micro_batch_tokens=20)
-
-
-def test_the_certificate_holds_counts_and_sees_what_is_wrong(engine):
-    from dataclasses import replace
-
-    rollouts = sample_rollouts(engine, DRAWN, SamplingParams(max_new_tokens=8, temperature=0.7))
-    good = certificate(engine, rollouts)
-    assert good.holds
-    assert good.num_tokens == sum(len(r.response_ids) for r in rollouts)
-    assert good.max <= 1e-4
-    assert certificate(engine, rollouts, max_sequences=2).num_tokens == sum(len(r.response_ids) for r in rollouts[:2])
-
-    def spoilt(value: float):
-        first = rollouts[0]
-        return [replace(first, logprobs_raw=(first.logprobs_raw[0] + value, *first.logprobs_raw[1:])), *rollouts[1:]]
-
-    one = certificate(engine, spoilt(1e-3))
-    assert not one.holds
-    assert one.beyond == pytest.approx(1 / one.num_tokens)
-    assert one.max == pytest.approx(1e-3, rel=0.05)
-    not_a_number = certificate(engine, spoilt(float("nan")))
-    assert not not_a_number.holds
-    assert not_a_number.max == float("inf")
-    assert certificate(engine, []).num_tokens == 0
-
-
-def test_bf16_is_judged_by_the_mean_unless_a_bound_is_set(engine):
-    from dataclasses import replace
-
-    rollouts = sample_rollouts(engine, DRAWN, SamplingParams(max_new_tokens=8, temperature=0.7))
-    far = [replace(rollouts[0], logprobs_raw=(rollouts[0].logprobs_raw[0] + 0.6, *rollouts[0].logprobs_raw[1:])), *rollouts[1:]]
-    arguments = {"temperature": 0.7, "compute_dtype": "bfloat16", "micro_batch_tokens": 20}
-    assert certify(engine, far, CertificateConfig(), **arguments).holds
-    assert not certify(engine, far, CertificateConfig(bound=0.5), **arguments).holds
-    assert not certify(engine, far, CertificateConfig(mean_bound=1e-3), **arguments).holds
 
 
 def test_opsd_draws_the_coin_by_step(engine):

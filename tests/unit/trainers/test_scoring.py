@@ -17,7 +17,7 @@ from inference_v2.types import SamplingParams
 from trainers.config import DistillLoss, FrozenTeacher, SelfTeacher
 from trainers.data.batching import counted_positions, make_batches
 from trainers.data.order import DrawnPrompt
-from trainers.losses import divergence_token_loss
+from trainers.losses import cross_entropy_token_loss, divergence_token_loss
 from trainers.rollout import sample_rollouts
 from trainers.scoring import check_same_vocabulary, open_teacher
 from trainers.types import Prompt
@@ -123,6 +123,28 @@ def test_frozen_teachers_stand_still_and_the_others_follow(engine, folder, kind)
     if kind == "ema":
         assert all(torch.equal(after[n], average[n]) for n in before)
         assert teacher.averages().keys() == before.keys()
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("kind", ["frozen", "live"])
+def test_a_gathered_head_outlives_the_students_passes(folder, kind, stage):
+    """A live teacher's head is the student's own, which its forward and backward free and gather again."""
+    engine = HybridEngine.from_pretrained(str(folder / "student"), CONFIG.model_copy(update={"zero_stage": stage}))
+    teacher = teacher_of(
+        engine,
+        folder,
+        FrozenTeacher(path=str(folder / "teacher")) if kind == "frozen" else SelfTeacher(kind="self", weights="live"),
+    )
+    with teacher.model.head() as head:
+        expected = head.weight.clone()
+    batches = make_batches(rollouts_of(engine), 20)
+    assert len(batches) > 1
+    with teacher.head() as head:
+        engine.forward_backward(batches, cross_entropy_token_loss())
+        held = head.weight.untyped_storage().nbytes()
+        assert held > 0  # not `assert head.weight...`: pytest would print freed memory
+        assert torch.equal(head.weight, expected)
+    engine.close()
 
 
 def test_scoring_leaves_mode_and_generators_alone(engine, folder):
