@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.engine import HybridEngine
-from inference_v2.types import SamplingParams
+from hybrid.folders import first_error
 from trainers.config import EvalConfig
 from trainers.data.order import DrawnPrompt, share
 from trainers.rewards import REWARDS, Reward, resolve
@@ -40,10 +41,18 @@ class Evaluator:
                 self.reward("", prompt)
 
     def run(self, engine: HybridEngine) -> Evaluation:
-        """Collective: each rank completes its share."""
-        sampling = SamplingParams(max_new_tokens=self.config.max_new_tokens, temperature=0.0, stop=self.config.stop)
+        """Collective: each rank completes its share. Raises ValueError on every rank, naming reward and row, if the reward raises
+        or gives no finite number."""
         mine = [DrawnPrompt(prompt, epoch=0) for prompt in share(self.prompts, engine.rank, engine.world_size)]
-        rollouts = [replace(r, reward=float(self.reward(r.text, r.prompt))) for r in sample_rollouts(engine, mine, sampling)]
+        completed = sample_rollouts(engine, mine, self.config.sampling)
+        rollouts: list[Rollout] = []
+        error: ValueError | None = None
+        try:
+            rollouts = [replace(r, reward=self._score(r)) for r in completed]
+        except ValueError as caught:
+            error = caught
+        if (line := first_error(error)) is not None:
+            raise ValueError(line) from error
         local = [
             sum(r.reward or 0.0 for r in rollouts),
             sum(len(r.response_ids) for r in rollouts),
@@ -51,6 +60,16 @@ class Evaluator:
         ]
         reward, length, truncated = (value / len(self.prompts) for value in engine.mesh.sum(local))
         return Evaluation(reward, length, truncated, len(self.prompts), tuple(rollouts[: self.config.samples]))
+
+    def _score(self, rollout: Rollout) -> float:
+        name = f"reward {self.config.reward}: row {rollout.prompt.index}"
+        try:
+            reward = float(self.reward(rollout.text, rollout.prompt))
+        except Exception as error:  # a user's function: whatever it raises
+            raise ValueError(f"{name}: it raised {type(error).__name__}: {error}") from error
+        if not math.isfinite(reward):
+            raise ValueError(f"{name}: it gave {reward}; allowed: a finite number")
+        return reward
 
 
 def table_rows(kind: str, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:

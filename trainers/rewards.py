@@ -13,7 +13,9 @@ from trainers.types import Prompt
 Reward = Callable[[str, Prompt], float]
 
 # A sign only counts where no digit stands before it, so that "3-4" ends in 4 and not in -4.
-_NUMBER = re.compile(r"(?:(?<![\d.])-)?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?")
+_SIGN = r"(?:(?<![\d.])[-\u2212])?"  # a hyphen or the minus sign
+_DIGITS = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|(?<!\d)\.\d+)"  # 1,234.5  12  .5
+_NUMBER = re.compile(_SIGN + _DIGITS + r"(?:[eE][-+]?\d{1,3}(?!\d))?")
 
 
 def exact_match(completion: str, prompt: Prompt) -> float:
@@ -32,7 +34,7 @@ def numeric_match(completion: str, prompt: Prompt) -> float:
 def last_number(text: str) -> Decimal | None:
     """The last decimal number in `text`, exactly."""
     found = _NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    return Decimal(found[-1].replace(",", "").replace("\u2212", "-")) if found else None
 
 
 REWARDS: dict[str, Reward] = {"exact_match": exact_match, "numeric_match": numeric_match}
@@ -62,8 +64,10 @@ def resolve(name: str) -> Reward:
 def _imported(name: str, module_name: str, function: str) -> Reward:
     try:
         module = importlib.import_module(module_name)
-    except (ImportError, ValueError) as error:  # ValueError: an empty or relative name
-        raise ValueError(f"reward {name}: cannot import {module_name!r}: {error}") from error
+    except Exception as error:  # a user's module: whatever it raises
+        raise ValueError(
+            f"reward {name}: cannot import {module_name!r}: {type(error).__name__}: {error}; its folder must be on PYTHONPATH"
+        ) from error
     reward = getattr(module, function, None)
     if not callable(reward):
         raise ValueError(f"reward {name}: {module_name} has no function {function!r}")

@@ -52,6 +52,19 @@ def test_two_ranks_train_what_one_does(make, pool2, teacher, prompts):
         torch.testing.assert_close(second[name], first[name], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("reduction", ["sequence_mean", "sum_per_constant"])
+@pytest.mark.parametrize("prompts", [1, 3])
+def test_every_reduction_is_one_global_mean(make, pool2, reduction, prompts):
+    changes = {"max_steps": 1, "engine.optimizer": SGD, "rollout.prompts_per_step": prompts, "loss.reduction": reduction,
+               "loss.constant_length": 5, "rollout.samples_per_prompt": 3}  # fmt: skip
+    one, two = make("opsd", "one", **changes), make("opsd", "two", **changes)
+    _, expected = run(one)
+    assert pool2.run(run_and_report, two)[0]["losses"][1] == pytest.approx(expected[1]["loss"], rel=1e-5)
+    first, second = weights(one), weights(two)
+    for name in first:
+        torch.testing.assert_close(second[name], first[name], rtol=0, atol=1e-5)
+
+
 def test_layers_may_be_streamed_to_the_rollouts(make, pool2):
     full, stream = (make("opsd", g, **{"engine.rollout.gather": g, "rollout.prompts_per_step": 1}) for g in ("full", "stream"))
     losses = [pool2.run(run_and_report, tree)[0]["losses"] for tree in (full, stream)]
@@ -91,14 +104,28 @@ def test_a_run_of_two_ranks_goes_on_with_one(make, pool2):
     assert {s: rest[s]["loss"] for s in (3, 4)} == pytest.approx({s: expected[s]["loss"] for s in (3, 4)}, abs=1e-5)
 
 
-def test_evaluation_is_the_same_on_two_ranks(make, pool2, models):
-    changes = {"max_steps": 1, "data.eval": str(models / "sums.jsonl"), "data.max_eval": 5, "eval.max_new_tokens": 3}
+@pytest.mark.parametrize("prompts", [1, 5])  # with 1, rank 1 has none
+def test_evaluation_is_the_same_on_two_ranks(make, pool2, models, prompts):
+    changes = {"max_steps": 1, "data.eval": str(models / "sums.jsonl"), "data.max_eval": prompts, "eval.max_new_tokens": 3}
     one, two = make("sft", "one", **changes), make("sft", "two", **changes)
     run(one)
     pool2.run(run_and_report, two)
     keys = ("eval_reward", "eval_length", "eval_truncated")
     first, second = lines(one, "metrics.jsonl")[0], lines(two, "metrics.jsonl")[0]
     assert [first[k] for k in keys] == pytest.approx([second[k] for k in keys])
+
+
+def test_a_reward_that_fails_on_one_rank_ends_all_with_its_name(make, pool2, models):
+    changes = {
+        "data.eval": str(models / "sums.jsonl"),
+        "eval.max_new_tokens": 3,
+        "eval.reward": "trainer_cases:reward_that_fails",
+    }
+    with pytest.raises(
+        AssertionError, match="rank 1: reward trainer_cases:reward_that_fails: row 1: it raised KeyError"
+    ) as error:
+        pool2.run(run_and_report, make("sft", **changes), timeout_s=60)
+    assert str(error.value).count("ValueError: rank 1: reward") >= 2
 
 
 def test_bad_input_is_refused_on_every_rank(make, pool2):

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
+from types import SimpleNamespace
+
 import pytest
 
+from inference_v2.types import Completion
 from trainers.config import EvalConfig
 from trainers.evaluation import Evaluation, Evaluator, table_rows
 from trainers.statistics import rollout_statistics
@@ -52,6 +57,36 @@ def test_an_evaluation_is_checked_before_the_run():
     with pytest.raises(ValueError, match="did you mean numeric_match"):
         Evaluator(EvalConfig(reward="numeric_mach"), prompts)
     Evaluator(EvalConfig(reward="regex:."), prompts)
+
+
+class OneCompletion:
+    """Stands for an engine of one rank that always answers "2"."""
+
+    rank, world_size, mesh = 0, 1, OneRank()
+
+    def generate(self, prompts, sampling, keys):
+        assert sampling.temperature == 0
+        return [[Completion(0, 0, tuple(p), (5, 1), (0.0,) * 2, (-1.0,) * 2, "stop", 1, text="2")] for p in prompts]
+
+
+@pytest.mark.parametrize(
+    ("reward", "expected"),
+    [
+        (lambda completion, prompt: None, "it raised TypeError: float"),
+        (lambda completion, prompt: math.nan, "it gave nan; allowed: a finite number"),
+        (lambda completion, prompt: {}[completion], "it raised KeyError: '2'"),
+    ],
+)
+def test_a_reward_that_fails_is_named_with_its_row(monkeypatch, reward, expected):
+    monkeypatch.setitem(sys.modules, "users_rewards", SimpleNamespace(mine=reward))
+    evaluator = Evaluator(EvalConfig(reward="users_rewards:mine"), [Prompt(7, (1,), "a")])
+    with pytest.raises(ValueError, match=f"reward users_rewards:mine: row 7: {expected}"):
+        evaluator.run(OneCompletion())
+
+
+def test_means_of_an_evaluation():
+    found = Evaluator(EvalConfig(samples=1), [Prompt(i, (1,), "a", answer=a) for i, a in enumerate("2322")]).run(OneCompletion())
+    assert (found.reward, found.length, found.truncated, len(found.samples)) == (0.75, 2.0, 0.0, 1)
 
 
 def test_rows_of_the_table():

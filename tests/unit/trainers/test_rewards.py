@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 
 from trainers.rewards import last_number, resolve
@@ -31,6 +33,10 @@ def test_values(name, completion, answer, expected):
 
 def test_numbers_are_read_as_they_are_written():
     assert [str(last_number(t)) for t in ("a 1,000", "2024-05", "3.", "1,2", "is -5")] == ["1000", "5", "3", "2", "-5"]
+    assert [last_number(t) for t in ("1,234.50", "-3", "x = .5", "-.5", "\u22123", "$1,000,000.", "2 eggs")] == [
+        Decimal(n) for n in ("1234.5", "-3", "0.5", "-0.5", "-3", "1000000", "2")
+    ]
+    assert [last_number(t) for t in ("1e-5", "2.5E3", "3e", "1e99999")] == [Decimal("0.00001"), Decimal(2500), 3, 99999]
 
 
 def length_reward(completion: str, prompt: Prompt) -> float:
@@ -59,6 +65,13 @@ def test_a_reward_from_a_module(monkeypatch):
 def test_unknown_rewards_are_named(name, expected):
     with pytest.raises(ValueError, match=expected):
         resolve(name)
+
+
+def test_a_module_that_fails_to_import_is_named(tmp_path, monkeypatch):
+    (tmp_path / "broken_rewards.py").write_text("1 / 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="reward broken_rewards:f: cannot import 'broken_rewards': ZeroDivisionError"):
+        resolve("broken_rewards:f")
 
 
 def test_a_missing_answer_names_the_row():
