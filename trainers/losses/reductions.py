@@ -36,19 +36,10 @@ def target_weights(batch: Batch, reduction: Reduction, constant_length: int | No
             return ones / constant_length
 
 
-def denominator(batch: Batch, reduction: Reduction, counted: Tensor | None = None) -> int:
+def denominator(batch: Batch, reduction: Reduction) -> int:
     """This batch's part of what the weighted sum is divided by: its counted positions for token_mean, else its sequences that
-    have any. `counted` [N] bool: of these positions only (the cross-entropy mix counts given responses)."""
-    if reduction == "token_mean":
-        return batch.num_targets if counted is None else int(counted.sum())
-    index = batch.sequence_index if counted is None else batch.sequence_index[counted]
-    return int(index.unique().numel())
-
-
-def cross_entropy_scale(total: float, given: float) -> float:
-    """Factor that makes a term over given responses a mean over their own denominator, inside a sum divided by `total`. Both
-    are global. 0 where there are none."""
-    return total / given if given else 0.0
+    have any."""
+    return batch.num_targets if reduction == "token_mean" else int(batch.sequence_index.unique().numel())
 
 
 def _targets_per_sequence(batch: Batch) -> Tensor:

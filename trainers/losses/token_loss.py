@@ -26,17 +26,14 @@ def cross_entropy_token_loss(temperature: float = 1.0) -> TokenLoss:
     return token_loss
 
 
-def divergence_token_loss(
-    loss: DistillLoss, teacher_head: Head, temperature: float, *, cross_entropy_scale: float = 1.0
-) -> TokenLoss:
+def divergence_token_loss(loss: DistillLoss, teacher_head: Head, temperature: float) -> TokenLoss:
     """The divergence that `loss` names between softmax(z / temperature) of the teacher and of the student.
 
     Both logits are cut to the common vocabulary, `min` of the two heads' `vocab_size`, before any softmax. The teacher's are
     made from `chunk.teacher_hidden` and carry no gradient.
 
-    `loss.cross_entropy` adds that weight times cross-entropy at temperature 1 on given responses (`chunk.on_policy` False),
-    times `cross_entropy_scale`: with (global count of positions) / (global count of given ones) the term is a mean over its own
-    positions although the sum is divided by all of them (`reductions.cross_entropy_scale`).
+    `loss.cross_entropy` adds that weight times cross-entropy at temperature 1 on given responses (`chunk.on_policy` False). A
+    step's responses are all given or all sampled (rollout.given_fraction), so its denominator is that of the divergence.
 
     Metrics: `divergence` (before cross-entropy), `teacher_entropy`, `student_entropy`, `top1_agreement`, `teacher_logprob` and
     `student_logprob` of the target, and where they apply `teacher_support_mass`, `student_support_mass`, `clipped` (share of
@@ -64,8 +61,7 @@ def divergence_token_loss(
                 metrics["clipped"] = (full - per_token > 1e-6).float()
         if loss.cross_entropy > 0:
             on_policy = _needed(chunk.on_policy, "on_policy", "say which positions belong to given responses")
-            mle = F.cross_entropy(logits, chunk.targets, reduction="none") * cross_entropy_scale
-            mle = torch.where(on_policy, 0.0, mle)
+            mle = torch.where(on_policy, 0.0, F.cross_entropy(logits, chunk.targets, reduction="none"))
             metrics["cross_entropy"] = mle.detach()
             per_token = per_token + loss.cross_entropy * mle
         return per_token, metrics

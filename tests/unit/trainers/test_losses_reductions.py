@@ -59,15 +59,6 @@ def test_any_split_gives_the_same_number(step: list[list[float]], cuts: list[int
     assert reduced(parts, reduction) == pytest.approx(reduced([step], reduction), rel=1e-5, abs=1e-5)
 
 
-def test_given_positions_have_their_own_denominator() -> None:
-    batch = batch_of([3, 2, 1])
-    given_ones = torch.tensor([True, True, True, False, False, True])
-    assert denominator(batch, "token_mean", given_ones) == 4
-    assert denominator(batch, "sequence_mean", given_ones) == 2
-    assert reductions.cross_entropy_scale(6, 4) == 1.5
-    assert reductions.cross_entropy_scale(6, 0) == 0.0
-
-
 def test_constant_length_is_required_where_it_is_used() -> None:
     with pytest.raises(ValueError, match="constant_length"):
         target_weights(batch_of([1]), "sum_per_constant")
