@@ -17,11 +17,12 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,11 +36,24 @@ from hybrid.mesh import describe, first_error, get_rank, get_world_size
 
 FORMAT = 1
 SHARD_FILE_BYTES = 32 * 2**20  # the storage serialises one file at a time in memory: this bounds what saving adds to the shards
-HEADER_KEYS = {"format", "world_size", "weight_version", "optimizer", "scalars", "state", "files"}
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata")
 PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 
 log = logging.getLogger(__name__)
+
+
+class _Header(BaseModel):
+    """What `state.json` holds."""
+
+    model_config = ConfigDict(strict=True)
+
+    format: Literal[1]
+    world_size: int
+    weight_version: int
+    optimizer: dict[str, str | list[str]]  # see optim_state.header
+    scalars: list[str]
+    state: dict[str, Any]
+    files: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,7 @@ def load_checkpoint(
     model: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer | None = None,
     ema: Mapping[str, Tensor] | None = None,
+    state_keys: Collection[str] = (),
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
@@ -112,7 +127,7 @@ def load_checkpoint(
 
     At the rank count of the save every generator is restored; at another, they are seeded from (seed, weight version, rank),
     which is said once. Raises ValueError, the same on every rank and before any tensor changes, for a folder that is not a
-    whole checkpoint, holds a pickle, or whose names, shapes or dtypes do not fit.
+    whole checkpoint, holds a pickle, whose state lacks one of `state_keys`, or whose names, shapes or dtypes do not fit.
     """
     path = Path(path)
     if get_rank(group) == 0:
@@ -120,6 +135,8 @@ def load_checkpoint(
     first_error(None, group)  # a barrier: no rank looks before that
     try:
         header = read_header(path)
+        if lacking := sorted(set(state_keys) - header["state"].keys()):
+            raise ValueError(f"{path}: its state lacks {lacking}; it was saved by something else")
         saved = _saved_tensors(path, header)
         slots = {} if optimizer is None else optim_state.slots(optimizer, model, saved, header["scalars"], header["optimizer"])
         tensors = _named("model", model) | _named("optim", slots) | _named("ema", ema or {})
@@ -203,8 +220,11 @@ def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ValueError(f"{path} is not a whole checkpoint: state.json: {error.strerror}; use another step") from error
     except ValueError as error:
         raise ValueError(f"{path}/state.json is not JSON: {error}; use another step") from error
-    if not isinstance(header, dict) or header.get("format") != FORMAT or not header.keys() >= HEADER_KEYS:
-        raise ValueError(f"{path}/state.json is not of checkpoint format {FORMAT}, which this version reads")
+    try:
+        _Header.model_validate(header)
+    except ValidationError as error:
+        what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
+        raise ValueError(f"{path}/state.json is not of checkpoint format {FORMAT}, which this version reads ({what})") from None
     found = _files(path)
     for name, size in header["files"].items():
         if found.get(name) != size:

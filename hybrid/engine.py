@@ -90,7 +90,7 @@ class HybridEngine:
     @property
     def ledger(self) -> Swap | None:
         """The last stay in generation."""
-        return self._generation.ledger[-1] if self._generation.ledger else None
+        return self._generation.ledger
 
     # -- generation and scoring
 
@@ -152,7 +152,7 @@ class HybridEngine:
         `token_loss` raised (on the other ranks RuntimeError). An error in a layer's forward (out of memory, say) is raised on
         its own rank alone; the others then wait in a collective until that process ends, or for config.timeout_s.
         """
-        error = self._misfit(batches, weights)
+        error = self._misfit(batches, weights, denominator)
         own = sum(batch.num_targets for batch in batches)
         if denominator is None:
             denominator = float(own) if weights is None else float(sum(w.double().sum() for w in weights))
@@ -188,10 +188,12 @@ class HybridEngine:
                 )
         return means | {"tokens": float(tokens)}
 
-    def _misfit(self, batches: Sequence[Batch], weights: Sequence[Tensor] | None) -> ValueError | None:
+    def _misfit(self, batches: Sequence[Batch], weights: Sequence[Tensor] | None, denominator: float | None) -> ValueError | None:
         """Why this rank's micro-batches cannot be used."""
         if weights is not None and (given := [len(w) for w in weights]) != (needed := [b.num_targets for b in batches]):
             return ValueError(f"forward_backward: weights of lengths {given} for targets {needed}; give one [N] per micro-batch")
+        if denominator is not None and not 0 <= denominator < math.inf:
+            return ValueError(f"forward_backward: denominator={denominator}; allowed: finite, 0 or more")
         return next((error for batch in batches if (error := self.model.misfit(batch)) is not None), None)
 
     def _loss(
@@ -308,6 +310,7 @@ class HybridEngine:
             model=self.model.parameters(),
             optimizer=self.optimizer,
             ema=ema,
+            state_keys=("schedule", "extra"),
             seed=seed,
         )
         self.lr_scheduler.load_state_dict(loaded.state["schedule"])

@@ -181,6 +181,9 @@ class ShardedModel:
         _check_names(source, hf, wanted, self.spec.ignored_prefixes if self.spec else ())
         shards, rank = sharding.shard_count(self.mesh), self.mesh.shard_rank
         for name, tensor in wanted.items():
+            if tensor.ndim == 0:  # a buffer: parameters have dimensions
+                tensor.copy_(source.get(name))
+                continue
             total = tensor.shape[0]
             cut = sharding.local_rows(total, shards, rank) if isinstance(tensor, nn.Parameter) else slice(0, total)
             rows, target = source.get(name, cut), sharding.local(tensor)

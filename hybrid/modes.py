@@ -55,7 +55,7 @@ class Generation:
         self.dtype = getattr(torch, model.config.compute_dtype)
         self.gather: Gather | None = None  # decided at the first swap
         self.is_open = False
-        self.ledger: list[Swap] = []
+        self.ledger: Swap | None = None  # the last stay
         self._decoder: Decoder | ModuleDecoder | None = None
         self._copy: FusedWeights | ModuleCopy | None = None  # None until the first swap, and where layers are streamed
         self._engine: InferenceEngine | None = None
@@ -204,9 +204,10 @@ class Generation:
 
     def _record(self, version: int, source: ShardedSource, held: int, enter_ms: float, leave_ms: float) -> None:
         assert self.gather is not None
-        swap = Swap(self.gather, version, source.bytes_gathered, held, enter_ms, leave_ms, peak_bytes(self.model.mesh.device))
-        self.ledger.append(swap)
-        log.debug("swap: %s", swap)
+        self.ledger = Swap(
+            self.gather, version, source.bytes_gathered, held, enter_ms, leave_ms, peak_bytes(self.model.mesh.device)
+        )
+        log.debug("swap: %s", self.ledger)
 
 
 def copy_bytes(model: ShardedModel, spec: DecoderSpec) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import resource
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from hybrid.memory import peak_bytes
 from hybrid.records import Records
 
 SHOWN = ("loss", "reward", "grad_norm")  # metrics of the progress line, where a record has them
@@ -225,10 +224,9 @@ def completions_table(step: int, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def peak_memory() -> dict[str, float]:
     """Highest memory use of this process so far, in GB (1e9 bytes): resident on the host, allocated on CUDA."""
-    unit = 1 if sys.platform == "darwin" else 1024  # what ru_maxrss counts in
-    peaks = {"memory/peak_rss_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9}
+    peaks = {"memory/peak_rss_gb": peak_bytes(torch.device("cpu")) / 1e9}
     if torch.cuda.is_available():
-        peaks["memory/peak_cuda_gb"] = torch.cuda.max_memory_allocated() / 1e9
+        peaks["memory/peak_cuda_gb"] = peak_bytes(torch.device("cuda")) / 1e9
     return peaks
 
 

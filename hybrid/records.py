@@ -45,6 +45,8 @@ def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
             records.append((line.decode() + "\n", json.loads(line)))
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}; repair or remove the file") from error
+        if not isinstance(records[-1][1], dict) or not isinstance(records[-1][1].get("step"), int):
+            raise ValueError(f"{path}, line {number} is no record of a step; repair or remove the file")
     return records
 
 

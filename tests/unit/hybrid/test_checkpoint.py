@@ -404,10 +404,13 @@ def test_a_shard_of_another_run_is_not_mixed_in(tmp_path: Path) -> None:
     assert "files that it was not saved with: ['shards/other.safetensors']" in _message_of_load(str(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", '{"format": 99}', '{"format": 1}'])
+@pytest.mark.parametrize("text", [None, "{", "[]", '{"format": 99}', '{"format": 1}', "files"])
 def test_a_folder_without_a_proper_state_is_refused(tmp_path: Path, text: str | None) -> None:
     save_on_rank(str(tmp_path / "c"))
+    header = json.loads((tmp_path / "c" / "state.json").read_text())
     (tmp_path / "c" / "state.json").unlink()
+    if text == "files":
+        text = json.dumps(header | {"files": ["state.json"]})
     if text is not None:
         (tmp_path / "c" / "state.json").write_text(text)
     assert "state.json" in _message_of_load(str(tmp_path / "c"))

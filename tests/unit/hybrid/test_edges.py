@@ -20,9 +20,11 @@ from hybrid_cases import (
 from safetensors.torch import load_file, save_file
 from tiny import character_tokenizer, save_tiny, tiny_model
 
-from hybrid import initialize
+from hybrid import initialize, models
+from hybrid.checkpoint import save_checkpoint
+from hybrid.folders import FolderError
 from hybrid.mesh import gather_texts
-from hybrid.models import ShardedModel
+from hybrid.models import ShardedModel, build_on_meta
 from hybrid.sharding import gathered
 from inference_v2 import SamplingParams
 
@@ -124,8 +126,13 @@ def train_minute(path: str, config: dict) -> dict:
     expected = {n: p.grad for n, p in hf.named_parameters()}
     assert gradients.keys() == expected.keys()
     engine.optim_step()
-    engine.generate([[5]], GREEDY)
+    engine.save(f"{path}/checkpoint")
+    weights = full_weights(engine)
+    other = make_engine(path, **config)
+    other.load(f"{path}/checkpoint")
+    other.generate([[5]], GREEDY)
     return {
+        "resumed": all(torch.equal(w, weights[n]) for n, w in full_weights(other).items()),
         "error": max(relative_error(gradients[n].float(), expected[n]) for n in expected),
         "dtype": {str(g.dtype) for g in gradients.values()},
         "ids": ids,
@@ -137,13 +144,15 @@ def train_minute(path: str, config: dict) -> dict:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_smaller_than_the_rank_count_train_at_every_stage(pool4, tmp_path, stage, dtype):
     save_tiny(tmp_path, "qwen3", **MINUTE)
+    optimizer = {"name": "adamw"} if dtype == "bfloat16" else {"momentum": 0.9}
     config = {"zero_stage": stage, "master_dtype": dtype, "compute_dtype": dtype, "activation_checkpointing": True,
-              "optimizer": {"momentum": 0.9, "lr": 1e-3}}  # fmt: skip
+              "optimizer": optimizer | {"lr": 1e-2}}  # fmt: skip
     results = pool4.run(train_minute, str(tmp_path), config)
     for result in results:
         assert result["error"] < (1e-5 if dtype == "float32" else 0.3)
         assert result["dtype"] == {f"torch.{dtype}"}
         assert result["ids"] == results[0]["ids"]
+        assert result["resumed"]
         assert result["left"] == []
 
 
@@ -166,6 +175,7 @@ def misfits(path: str) -> list[str]:
         line(engine.forward_backward, [batch if bad else fits], cross_entropy)
         line(engine.score, batch if bad else fits)
     line(engine.forward_backward, [fits], cross_entropy, weights=[torch.ones(3 if bad else 2)])
+    line(engine.forward_backward, [fits], cross_entropy, denominator=float("nan") if bad else 2.0)
     line(engine, {"input_ids": torch.tensor([[5, 60]]), "labels": torch.tensor([[5, 60 if bad else 6]])})
     line(engine, {"input_ids": torch.tensor([[5, 6]])} if bad else {k: torch.tensor([[5, 6]]) for k in ("input_ids", "labels")})
     assert engine.optim_step()["grad_norm"] == 0  # nothing was run
@@ -178,11 +188,12 @@ def test_ids_and_weights_that_do_not_fit_are_one_line_on_every_rank(pool2, folde
     first, second = pool2.run(misfits, folder, timeout_s=60)
     assert first == second
     assert all(text.startswith("rank 1: ") for text in first)
-    targets, same, tokens, _, negative, _, weights, labels, keys = (text.removeprefix("rank 1: ") for text in first)
+    targets, same, tokens, _, negative, _, weights, denominator, labels, keys = (text.removeprefix("rank 1: ") for text in first)
     assert targets == same == "targets hold ids from 7 to 60; allowed: 0 to 39; check tokenizer, vocab_limit"
     assert tokens.startswith("token_ids hold ids from 5 to 96; allowed: 0 to 95")
     assert negative.startswith("token_ids hold ids from -100 to 7")
     assert "weights of lengths [3] for targets [2]" in weights
+    assert "denominator=nan; allowed: finite" in denominator
     assert "targets hold ids from 60 to 60" in labels
     assert "keys ['input_ids']" in keys
 
@@ -340,7 +351,37 @@ def test_trainer_teacher_and_rollout_share_one_rotary_table(tmp_path, family, ro
         assert torch.equal(teacher.token_logprobs(batch), scored)
 
 
-# -- exports
+# -- checkpoints and exports
+
+
+def test_a_checkpoint_that_no_engine_saved_is_refused_before_a_weight_changes(folder, tmp_path):
+    engine, other = make_engine(folder), make_engine(folder)
+    engine.forward_backward([pack(SEQUENCES)], cross_entropy)
+    engine.optim_step()
+    save_checkpoint(tmp_path / "c", model=engine.model.parameters(), optimizer=engine.optimizer)
+    before = full_weights(other)
+    with pytest.raises(ValueError, match=r"its state lacks \['extra', 'schedule'\]"):
+        other.load(tmp_path / "c")
+    assert all(torch.equal(w, before[n]) for n, w in full_weights(other).items())
+
+
+def test_a_checkpoint_below_a_file_is_one_line(folder, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FolderError, match=f"could not write {tmp_path}/file/c: .*{tmp_path}/file"):
+        make_engine(folder).save(tmp_path / "file" / "c")
+
+
+def test_a_buffer_without_dimension_is_loaded(folder, tmp_path, monkeypatch):
+    def build(*args):
+        hf = build_on_meta(*args)
+        hf.model.register_buffer("gate", torch.zeros(()))
+        return hf
+
+    monkeypatch.setattr(models, "build_on_meta", build)
+    save_tiny(tmp_path, "llama", num_hidden_layers=2)
+    weights = load_file(tmp_path / "model.safetensors") | {"model.gate": torch.tensor(2.5)}
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    assert make_engine(str(tmp_path)).model.module.hf.model.gate == 2.5
 
 
 def test_an_export_in_a_dtype_that_is_none_is_refused(folder, tmp_path):

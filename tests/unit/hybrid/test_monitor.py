@@ -105,8 +105,9 @@ def test_a_fresh_start_forgets_all_records(tmp_path: Path) -> None:
     assert [r["loss"] for r in lines(tmp_path / "metrics.jsonl")] == [1.0]
 
 
-def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+@pytest.mark.parametrize("line", ['{"st', "5", "{}", '{"step": "2"}'])
+def test_a_damaged_line_in_the_middle_is_an_error_that_names_it(tmp_path: Path, line: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2"):
         Monitor(tmp_path, Log()).truncate(3)
 
