@@ -99,7 +99,7 @@ def _open_engine(config: RunConfig, start: str) -> HybridEngine:
 def _finished(checkpoint: Path, config: RunConfig, run_dir: Path) -> TrainResult | None:
     """The result of a run that reached max_steps and stands there whole, without loading a model."""
     state = read_header(checkpoint)["state"]["extra"]
-    if not state["finished"] or state["step"] < config.max_steps or not (run_dir / "model" / "config.json").is_file():
+    if not state.get("finished") or state["step"] < config.max_steps or not (run_dir / "model" / "config.json").is_file():
         return None
     return _result(run_dir, state["step"], state["evaluations"], stopped=False)
 

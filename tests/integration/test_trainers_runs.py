@@ -60,6 +60,15 @@ def test_sft_learns_and_leaves_a_run_folder(make, models):
     assert shown.count((30, "train")) == 1
 
 
+def test_sft_trains_on_the_response_alone_unless_told_otherwise(make):
+    counts = {}
+    for only in (True, False):
+        _, records = run(make("sft", f"only_{only}", max_steps=1, **{"data.shuffle": False, "train.completion_only": only}))
+        counts[only] = records[1]["tokens"]
+    assert counts[True] == 6  # of the first three sums: a digit and an end each
+    assert counts[False] == 6 + 3 * 3  # prompts of 4 tokens, the first of which nothing predicts
+
+
 def test_distillation_brings_the_student_to_the_teacher(make):
     tree = make("opsd", max_steps=30, **{"loss.divergence": "forward_kl"})
     _, records = run(tree)
@@ -161,6 +170,14 @@ def test_resuming_another_config_is_refused_and_changes_nothing(make):
     with pytest.raises(ValueError, match=r"seed \(was 0, now 5\)"):
         run(tree | {"seed": 5})
     assert (Path(tree["output_dir"]) / "config.yaml").read_text() == config
+
+
+def test_a_resume_on_other_data_is_refused(make, tmp_path):
+    tree = make("sft", **{"data.train": write_sums(tmp_path / "sums.jsonl")})
+    run(tree, stop_after=2)
+    write_sums(tmp_path / "sums.jsonl", 9)
+    with pytest.raises(ValueError, match="there are 9 prompts, and were 10 when the checkpoint was made"):
+        run(tree)
 
 
 def test_a_loss_that_is_not_finite_stops_with_step_and_name(make, monkeypatch):

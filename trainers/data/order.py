@@ -19,12 +19,13 @@ def stable_hash(*parts: int | str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DataPosition:
-    """The next prompt is number `offset` of the `epoch`-th pass."""
+    """The next prompt is number `offset` of the `epoch`-th pass over `num_prompts` (None: over however many there are)."""
 
     epoch: int = 0
     offset: int = 0
+    num_prompts: int | None = None
 
-    def to_json(self) -> dict[str, int]:
+    def to_json(self) -> dict[str, int | None]:
         return asdict(self)
 
 
@@ -45,9 +46,11 @@ class PromptStream:
     and take their share by `share`."""
 
     def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool, position: DataPosition = DataPosition()) -> None:
-        if not 0 <= position.offset <= len(prompts):
+        """Raises ValueError if `position` is one in other data."""
+        if position.num_prompts not in (None, len(prompts)):
             raise ValueError(
-                f"data position {position} is outside of {len(prompts)} prompts; the data changed since the checkpoint"
+                f"data: there are {len(prompts)} prompts, and were {position.num_prompts} when the checkpoint was made; put the "
+                "old data back, choose another output_dir, or start over with checkpoint.resume=never"
             )
         self.prompts, self.seed, self.shuffle, self.position = prompts, seed, shuffle, position
         self._order = self._permutation(position.epoch)
@@ -63,7 +66,7 @@ class PromptStream:
             step = self._order[offset : offset + count - len(drawn)]
             drawn += [DrawnPrompt(self.prompts[i], epoch) for i in step]
             offset += len(step)
-        self.position = DataPosition(epoch, offset)
+        self.position = DataPosition(epoch, offset, len(self.prompts))
         return drawn
 
     def _permutation(self, epoch: int) -> list[int]:

@@ -20,12 +20,14 @@ TEMPLATE_FIELDS = ("prompt", "privileged", "answer")
 
 
 def encode_text(tokenizer: Any, text: str) -> tuple[int, ...]:
-    """Ids of a text prompt with the tokenizer's default special tokens, without an end-of-sequence token that the tokenizer
-    itself puts at the end: a prompt is there to be continued."""
+    """Ids of a text prompt with the tokenizer's default special tokens, but without an end-of-sequence token that it puts at the
+    end (a prompt is there to be continued), and with one bos where the text, say of a template, begins with it itself."""
     ids = list(tokenizer(text)["input_ids"])
-    bare = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if ids and ids[-1] == tokenizer.eos_token_id and list(bare[-1:]) != ids[-1:]:
+    bare = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    if ids and ids[-1] == tokenizer.eos_token_id and bare[-1:] != ids[-1:]:
         ids.pop()
+    if ids[:2] == [tokenizer.bos_token_id] * 2 and bare[:2] != ids[:2]:
+        ids.pop(0)
     return tuple(ids)
 
 

@@ -11,7 +11,7 @@ from trainer_cases import tiny_folder
 from hybrid.config import HybridConfig
 from hybrid.engine import HybridEngine
 from inference_v2.types import SamplingParams
-from trainers.certificate import Certificate, Certifier
+from trainers.certificate import Certificate, Certifier, is_due
 from trainers.config import CertificateConfig
 from trainers.data.batching import make_batches
 from trainers.data.order import DrawnPrompt
@@ -92,6 +92,12 @@ def test_dropout_in_the_training_forward_is_seen(folder):
     engine = HybridEngine.from_pretrained(str(folder), HybridConfig(dropout=True))
     assert not certificate(engine, sampled(engine)).holds
     engine.close()
+
+
+def test_it_is_due_on_the_first_rollout_and_every_n_steps():
+    every_third, once = CertificateConfig(every=3), CertificateConfig(every=0)
+    assert [s for s in range(4, 11) if is_due(every_third, s, first=s == 4)] == [4, 6, 9]
+    assert [s for s in range(4, 11) if is_due(once, s, first=s == 4)] == [4]
 
 
 def test_bf16_is_judged_by_the_mean_unless_a_bound_is_set(engine):

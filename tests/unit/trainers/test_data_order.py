@@ -75,6 +75,6 @@ def test_hashes_do_not_depend_on_the_process():
     assert stable_hash(1, 23) != stable_hash(12, 3)
 
 
-def test_a_position_outside_the_data_is_refused():
-    with pytest.raises(ValueError, match="the data changed since the checkpoint"):
-        stream(position=DataPosition(0, 11))
+def test_a_position_in_other_data_is_refused():
+    with pytest.raises(ValueError, match="there are 10 prompts, and were 9"):
+        stream(position=DataPosition(0, 3, 9))

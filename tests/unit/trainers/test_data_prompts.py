@@ -40,7 +40,7 @@ class WithSpecials:
     bos_token_id, eos_token_id, chat_template = 1, 2, None
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict:
-        ids = [ord(c) for c in text if c != "\x02"] + [2] * text.count("\x02")
+        ids = [ord(c) for c in text]
         return {"input_ids": [1, *ids, 2] if add_special_tokens else ids}
 
 
@@ -51,6 +51,11 @@ def test_text_gets_default_special_tokens_but_no_end(tokenizer):
 
 def test_an_end_written_in_the_text_stays():
     assert encode_text(WithSpecials(), "ab\x02")[-2:] == (2, 2)
+
+
+def test_a_text_that_begins_with_bos_gets_no_second_one():
+    assert encode_text(WithSpecials(), "\x01ab") == (1, 97, 98)
+    assert encode_text(WithSpecials(), "\x01\x01ab") == (1, 1, 1, 97, 98)  # two are what the text wants
 
 
 def test_messages_go_through_the_template_once_without_a_second_bos(tokenizer):

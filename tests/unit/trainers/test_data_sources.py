@@ -46,6 +46,23 @@ def test_parquet_goes_through_datasets(tmp_path, monkeypatch):
     assert [dict(r) for r in rows] == [{"prompt": "a", "answer": "1"}]
 
 
+def test_a_hub_name_goes_through_datasets_with_its_split(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    asked = []
+
+    def load_dataset(name, split):
+        asked.append((name, split))
+        if split == "tset":
+            raise ValueError("Unknown split\n'tset'")
+        return datasets.Dataset.from_list([{"prompt": "a"}, {"prompt": "b"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert [dict(r) for r in load_rows("owner/name", split="test", limit=1)] == [{"prompt": "a"}]
+    assert asked == [("owner/name", "test")]
+    with pytest.raises(ValueError, match=r"cannot load owner/name \(split tset\): Unknown split 'tset'"):
+        load_rows("owner/name", split="tset")
+
+
 @pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
