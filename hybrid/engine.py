@@ -19,7 +19,7 @@ from hybrid.checkpoint import load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
 from hybrid.export import save_pretrained
 from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, tokens_per_chunk
-from hybrid.mesh import describe, first_error, gather_texts, open_mesh
+from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
 from hybrid.models import ShardedModel
 from hybrid.modes import Generation, Swap
 from hybrid.policy import empty_batch, inputs, mode
@@ -158,7 +158,7 @@ class HybridEngine:
             denominator = float(own) if weights is None else float(sum(w.double().sum() for w in weights))
         table = self.mesh.table([len(batches), own, denominator, error is not None])
         if any(row[3] for row in table):
-            raise ValueError(first_error(error)) from error
+            raise_together(error)
         rounds = int(max(row[0] for row in table))
         tokens = int(sum(row[1] for row in table))
         divisor = sum(row[2] for row in table) or 1.0
@@ -263,8 +263,7 @@ class HybridEngine:
             error = self.model.misfit(packed)
         except ValueError as caught:
             error = caught
-        if (line := first_error(error)) is not None:
-            raise ValueError(line) from error
+        raise_together(error)
         failed: list[Exception] = []
         module = self.model.module
         module.train(self.config.dropout and torch.is_grad_enabled())

@@ -131,6 +131,12 @@ def first_error(error: BaseException | None, group: dist.ProcessGroup | None = N
     return next((line for line in gather_texts(line, group) if line), None)
 
 
+def raise_together(error: ValueError | None) -> None:
+    """Collective: ValueError on every rank where any has an error, with the line of `first_error`."""
+    if (line := first_error(error)) is not None:
+        raise ValueError(line) from error
+
+
 def describe(error: BaseException) -> str:
     """One line. torch.distributed.checkpoint wraps each rank's error with its traceback: the cause is what a reader wants."""
     if isinstance(error, CheckpointException) and error.failures:

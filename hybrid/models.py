@@ -21,7 +21,7 @@ from hybrid import sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, tokens_per_chunk
-from hybrid.mesh import Mesh, first_error
+from hybrid.mesh import Mesh, raise_together
 from hybrid.policy import HeadFunction, PolicyModule, inputs, mode
 from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
@@ -216,9 +216,7 @@ class ShardedModel:
         return self._evaluate(batch, logprobs)
 
     def _evaluate(self, batch: Batch, head_function: HeadFunction[Tensor] | None) -> Tensor:
-        error = self.misfit(batch)
-        if (line := first_error(error)) is not None:
-            raise ValueError(line) from error
+        raise_together(self.misfit(batch))
         batch = batch.to(self.mesh.device)
         with outside_inference_mode(), torch.no_grad(), mode(self.module, train=False):
             try:

@@ -82,21 +82,23 @@ class Generation:
         self._verify_checksums(version)
         reshard(self.model.module)
         source = self.model.source()
-        runner = None
+        lock_step = None
         try:
-            engine = self._enter(source, version)
-            runner = Runner(engine, LockStep(self.model.mesh), source if self.gather == "stream" else None)
+            weights = self._current_weights(source, version)  # one rank's error in here leaves the others in a gather
+            lock_step = LockStep(self.model.mesh)
+            runner = Runner(self._engine_with(weights), lock_step, source if self.gather == "stream" else None)
             entered = time.perf_counter()
             yield runner
-            runner.leave(failed=False)
+            runner.leave()
             leaving = time.perf_counter()
             held = 0 if self._copy is None else self._copy.nbytes
             self._leave()
             self._record(version, source, held, (entered - started) * 1e3, (time.perf_counter() - leaving) * 1e3)
         except BaseException:
             self._drop_engine()  # its requests may be half done
-            if runner is not None:
-                runner.leave(failed=True)
+            self._leave()
+            if lock_step is not None:
+                lock_step.fail()
             raise
         finally:
             rng.restore(generators)
@@ -108,27 +110,29 @@ class Generation:
         if self._copy is not None:
             self._copy.free()
 
-    def _enter(self, source: ShardedSource, version: int) -> InferenceEngine:
+    def _current_weights(self, source: ShardedSource, version: int) -> ModelWeights:
         model, config = self.model, self.config.engine
         if self._decoder is None:
             self.gather = self._choose()
             self._decoder, self._copy = self._build()
-        weights: ModelWeights
-        if self._copy is None:
-            assert model.spec is not None, "only registered types are streamed"
-            weights = StreamedWeights(
-                model.spec, source, version, self.dtype, model.mesh.device, model.vocab_limit, config.batch_invariant
-            )
-        else:
+        if self._copy is not None:
             self._copy.refresh(source, version)
-            weights = self._copy
+            return self._copy
+        assert model.spec is not None, "only registered types are streamed"
+        return StreamedWeights(
+            model.spec, source, version, self.dtype, model.mesh.device, model.vocab_limit, config.batch_invariant
+        )
+
+    def _engine_with(self, weights: ModelWeights) -> InferenceEngine:
+        model = self.model
         if self._engine is not None:
             self._engine.set_weights(weights)
             return self._engine
+        assert self._decoder is not None, "built with the first weights"
         self._engine = InferenceEngine(
             self._decoder,
             weights,
-            config=config,
+            config=self.config.engine,
             eos_token_ids=model.eos_token_ids,
             tokenizer=model.tokenizer,
             vocab_limit=model.vocab_limit,

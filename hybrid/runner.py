@@ -29,6 +29,11 @@ class LockStep:
             raise RuntimeError(f"generation failed on rank {', '.join(map(str, lost))}; its own error says why")
         return not lost and any(row[0] for row in table)
 
+    def fail(self) -> None:
+        """This rank has failed: the others hear of it, unless all is over already."""
+        if not self.over:
+            self.agree(pending=False, inside=False, failed=True)
+
 
 class Runner:
     """What `engine.generating()` yields: the generator with this rank's share of the prompts.
@@ -91,8 +96,8 @@ class Runner:
                 with self._source.scope(prefix):
                     pass
 
-    def leave(self, *, failed: bool) -> None:
+    def leave(self) -> None:
         """Stay in step with the ranks that still generate. Raises RuntimeError if another rank failed."""
         while not self._lock_step.over:
-            if self._lock_step.agree(pending=False, inside=False, failed=failed) and self._source is not None:
+            if self._lock_step.agree(pending=False, inside=False) and self._source is not None:
                 self._pass()

@@ -217,6 +217,8 @@ def fail_on_rank_1(folder: str, gather: str, where: str) -> dict:
     torch.manual_seed(3)
     state = torch.get_rng_state()
     caught = ""
+    if engine.rank == 1 and where == "the KV pool":
+        engine._generation._engine_with = _boom
     try:
         with engine.generating() as runner:
             if engine.rank == 1:
@@ -224,12 +226,19 @@ def fail_on_rank_1(folder: str, gather: str, where: str) -> dict:
             runner.generate(PROMPTS[:2], dataclasses.replace(GREEDY, temperature=1.0))
     except (ArithmeticError, RuntimeError) as error:
         caught = f"{type(error).__name__}: {error}"
-    kept = torch.equal(state, torch.get_rng_state()) and engine.model.module.training and not gathered(engine.model.module)
+    vars(engine._generation).pop("_engine_with", None)
+    copy = engine._generation._copy
+    kept = copy is None or copy.nbytes == 0  # on_leave=free, also after an exception
+    kept &= torch.equal(state, torch.get_rng_state()) and engine.model.module.training and not gathered(engine.model.module)
     engine.forward_backward([pack(ragged_sequences(2))], cross_entropy)
     engine.optim_step()
     ids = _ids(engine.generate(PROMPTS[:1], GREEDY))[0]
     hf = hf_module(folder, full_weights(engine))
     return {"caught": caught, "kept": kept, "afterwards": ids == hf_greedy(hf, PROMPTS[0], 6)}
+
+
+def _boom(*args):
+    raise ArithmeticError("boom")
 
 
 def _sabotage(runner, where: str) -> None:
@@ -248,7 +257,7 @@ def _sabotage(runner, where: str) -> None:
 
 
 @pytest.mark.parametrize("gather", ["full", "stream"])
-@pytest.mark.parametrize("where", ["outside a step", "a step", "a layer"])
+@pytest.mark.parametrize("where", ["the KV pool", "outside a step", "a step", "a layer"])
 def test_an_exception_of_one_rank_reaches_all_and_leaves_a_working_engine(pool2, folders, gather, where):
     results = pool2.run(fail_on_rank_1, folders("llama"), gather, where, timeout_s=60)
     assert "failed on rank 1" in results[0]["caught"]

@@ -285,6 +285,18 @@ def test_weights_do_not_change_while_they_generate(folder, tmp_path):
     engine.generate([[5]], GREEDY)
 
 
+@pytest.mark.parametrize("gather", ["full", "stream"])
+def test_a_registered_family_generates_without_its_hf_modules(folder, gather):
+    engine = make_engine(folder, rollout={"gather": gather})
+    called = []
+    for module in engine.model.module.modules():
+        module.register_forward_pre_hook(lambda m, *args: called.append(type(m).__name__))
+    engine.generate([[5, 6]], GREEDY)
+    assert called == []
+    engine.score(pack(SEQUENCES))
+    assert called
+
+
 def test_generation_between_two_halves_of_a_step_leaves_their_gradient(folder):
     gradients = []
     for generates in (False, True):
