@@ -21,7 +21,9 @@ from collections.abc import Sequence
 from types import FrameType
 
 SAVE_SECONDS = 600  # how long ranks may take to finish their step and save after a signal, before they are killed
+MOST_RANKS = max(8, os.cpu_count() or 1)  # on one machine; each takes memory for itself
 LOST_RANK_SECONDS = 10  # how long the others may take to leave after one rank was lost
+LAUNCHER = "HYBRID_LAUNCHER"  # in the environment of ranks: the process id of `hybrid ... --nproc N`
 SAME_SIGNAL_SECONDS = 1.0  # a launcher may forward what the terminal already delivered
 
 
@@ -68,7 +70,7 @@ def is_main_rank() -> bool:
 
 def leave_with_launcher() -> None:
     """A rank whose launcher was killed would train on, unseen, into a folder that the next run uses: end it."""
-    launcher = os.getppid()
+    launcher = int(os.environ.get(LAUNCHER, os.getppid()))  # it may be gone by now, and the parent be another
 
     def watch() -> None:
         while os.getppid() == launcher:
@@ -87,6 +89,7 @@ def run_ranks(argv: Sequence[str], nproc: int) -> int:
     """
     # Set before anything can load OpenMP in the ranks: N ranks with all cores each are slower than one rank.
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
+    os.environ[LAUNCHER] = str(os.getpid())
     import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
     from torch.distributed.elastic.agent.server import WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent

@@ -42,7 +42,8 @@ def prepare(config: RunConfig, stop: Callable[[], bool]) -> RunConfig | None:
     """
     from trainers.loop import train
 
-    for folder, sub in sub_recipes(config).items():
+    parts = sub_recipes(config)
+    for folder, sub in parts.items():
         if (Path(folder) / "model" / "config.json").exists():
             say(f"{folder}/model is there; using it")
             continue
@@ -51,7 +52,8 @@ def prepare(config: RunConfig, stop: Callable[[], bool]) -> RunConfig | None:
         if result.stopped_by_signal:
             say_stopped(result.steps)
             return None
-    say(f"training {config.output_dir}/model")
+    if parts:
+        say(f"training {config.output_dir}/model")
     return with_paths(config)
 
 

@@ -18,6 +18,9 @@ def check_files(config: RunConfig) -> None:
 
     Raises ValueError, FileNotFoundError.
     """
+    out = Path(config.output_dir)
+    if (blocked := next((p for p in (out, *out.parents) if p.exists()), None)) is not None and not blocked.is_dir():
+        raise NotADirectoryError(f"output_dir={config.output_dir}: {blocked} is a file; choose another output_dir")
     for run in (*sub_recipes(config).values(), config):
         for key in ("train", "eval"):
             source = getattr(run.data, key)

@@ -9,7 +9,7 @@ import difflib
 import re
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -28,6 +28,9 @@ class SettingsError(ValueError):
     def __init__(self, *lines: str) -> None:
         super().__init__("\n".join(lines))
         self.lines = lines
+
+
+MOST_NESTED = 50  # no recipe comes near; PyYAML's constructor recurses
 
 
 class _Loader(yaml.SafeLoader):
@@ -50,19 +53,36 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """YAML without tags and aliases (neither is needed, and both are ways to attack a reader)."""
+    """YAML without tags and aliases (neither is needed, and both are ways to attack a reader), zero bytes and deep nesting."""
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            where = f"{name}:{event.start_mark.line + 1}"
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             if isinstance(event, yaml.AliasEvent):
-                raise SettingsError(f"{name}:{event.start_mark.line + 1}: YAML aliases are not read; write the value out")
+                raise SettingsError(f"{where}: YAML aliases are not read; write the value out")
             if getattr(event, "tag", None) is not None:
-                raise SettingsError(f"{name}:{event.start_mark.line + 1}: YAML tag {event.tag!r} is not read; remove it")
-        return _Loader(text).get_single_data()
+                raise SettingsError(f"{where}: YAML tag {event.tag!r} is not read; remove it")
+            if "\0" in getattr(event, "value", ""):
+                raise SettingsError(f"{where}: text with a zero byte is not read; remove it")
+            if depth > MOST_NESTED:
+                raise SettingsError(f"{where}: nested more than {MOST_NESTED} deep; no key of a recipe is")
+        return _construct(lambda: _Loader(text).get_single_data(), name)
     except yaml.MarkedYAMLError as error:
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
         raise SettingsError(f"{name}{line}: not valid YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise SettingsError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def _construct(value: Callable[[], Any], name: str) -> Any:
+    """What YAML resolved to a number or a date need not be one: 2020-13-45, an integer of 5000 digits."""
+    try:
+        return value()
+    except ValueError as error:
+        if isinstance(error, SettingsError):
+            raise
+        raise SettingsError(f"{name[:80]}: not a value that YAML has: {error}") from None
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -99,7 +119,7 @@ def parse_override(text: str) -> tuple[list[str], Any]:
     loader = _Loader("")
     tag = loader.resolve(yaml.ScalarNode, value, (True, False))
     node = yaml.ScalarNode(tag, value)
-    return path.split("."), loader.construct_object(node)
+    return path.split("."), _construct(lambda: loader.construct_object(node), text)
 
 
 def set_key(raw: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
@@ -137,7 +157,7 @@ def read_config(path: Path) -> RunConfig:
 def validate(raw: Mapping[str, Any], path: Path) -> RunConfig:
     """The config of the algorithm that `recipe:` names. Raises SettingsError with a line per problem."""
     kind = raw.get("recipe")
-    if kind not in CONFIGS:
+    if not isinstance(kind, str) or kind not in CONFIGS:
         given = "no `recipe:` key" if kind is None else f"recipe: {kind!r}"
         raise SettingsError(f"{path}: {given}; allowed: {', '.join(CONFIGS)}")
     cls = CONFIGS[kind]

@@ -19,7 +19,7 @@ def summary(config: RunConfig) -> Iterator[str]:
         yield f"teacher   {of_teacher[-1]:.1%} {reward} on held-out prompts   {teacher / 'model'}"
     if scores:
         before = f"{scores[0]:.1%} -> " if len(scores) > 1 else ""
-        yield f"{'student' if hasattr(config, 'teacher') else 'model'}   {before}{scores[-1]:.1%} {reward} on held-out prompts"
+        yield f"{'student' if hasattr(config, 'teacher') else 'score':<10}{before}{scores[-1]:.1%} {reward} on held-out prompts"
     yield f"model     {run_dir / 'model'} (a Hugging Face folder)"
     yield f"metrics   {run_dir / 'metrics.jsonl'}"
     try:

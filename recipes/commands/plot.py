@@ -61,6 +61,7 @@ def plot(run_dir: Path) -> list[Path]:
         raise ValueError(f"{run_dir}/metrics.jsonl has no step with a number to draw")
     try:
         from matplotlib.figure import Figure  # no pyplot: no display and no global state
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise ValueError("plots need the package matplotlib: pip install matplotlib") from None
     folder = run_dir / "plots"
@@ -72,8 +73,14 @@ def plot(run_dir: Path) -> list[Path]:
         figure = Figure(figsize=(7, 4), layout="constrained")
         axes = figure.subplots()
         for metric, points in curves.items():
-            axes.plot(*zip(*points), label=metric, marker="o" if len(points) < 20 else None, markersize=4)
+            axes.plot(
+                *zip(*points),
+                label=metric.removesuffix("/tokens_per_second"),
+                marker="o" if len(points) < 20 else None,
+                markersize=4,
+            )
         axes.set(xlabel="optimizer step", ylabel=PLOTS[name][0], title=run_dir.name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(curves) > 1:
             axes.legend()

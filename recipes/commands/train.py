@@ -59,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
     if args.print or args.check:
         return 0
     if args.nproc is not None:
-        if args.nproc < 1:
-            raise SettingsError(f"--nproc {args.nproc}; allowed: >= 1")
+        if not 1 <= args.nproc <= launch.MOST_RANKS:
+            raise SettingsError(f"--nproc {args.nproc}; allowed on this machine: 1 to {launch.MOST_RANKS}")
         if launch.is_rank():
             raise SettingsError("--nproc inside of torchrun or accelerate launch; give the number of ranks to one of them")
-        if args.nproc > 1:
-            check_files(config)  # so that one process says what is wrong, and no rank starts
-            return launch.run_ranks(["train", args.config, *args.overrides], args.nproc)
+    check_files(config)  # before ranks start and the output folder is made
+    if args.nproc is not None and args.nproc > 1:
+        return launch.run_ranks(["train", args.config, *args.overrides], args.nproc)
     with launch.StopSignal() as stop:
         return train(config, stop)
 

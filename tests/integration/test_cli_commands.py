@@ -232,6 +232,27 @@ def test_a_run_folder_in_use_is_refused(recipe, tmp_path, capsys):
         assert "in use by another run" in refused(capsys, "train", recipe, f"output_dir={tmp_path / 'out'}")
 
 
+@pytest.mark.parametrize("output_dir", ["file", "file/below"])
+def test_a_file_in_the_place_of_the_run_folder_is_refused(recipe, tmp_path, capsys, output_dir):
+    (tmp_path / "file").write_text("mine")
+    assert f"{tmp_path / 'file'} is a file" in refused(capsys, "train", recipe, f"output_dir={tmp_path / output_dir}")
+
+
+@pytest.mark.parametrize("nproc", [-1, 0, 1000])
+def test_no_rank_starts_for_a_number_of_ranks_that_makes_no_sense(recipe, capsys, monkeypatch, nproc):
+    monkeypatch.setattr("recipes.launch.run_ranks", lambda *_: pytest.fail("ranks were started"))
+    assert f"--nproc {nproc}; allowed" in refused(capsys, "train", recipe, "--nproc", nproc)
+
+
+def test_bad_input_is_said_before_anything_is_made_and_in_one_line(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    for bad in ("data.train=nothing.jsonl", "data.train=made:additon/train", "teacher={path: ./nothing}"):
+        assert main(["train", str(recipe), f"output_dir={out}", bad]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("hybrid: error: ")
+        assert not out.exists()
+
+
 def test_print_shows_the_resolved_config(recipe, capsys):
     assert main(["train", str(recipe), "--print", "engine.optimizer.lr=1e-4"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["engine"]["optimizer"]["lr"] == 1e-4

@@ -43,6 +43,21 @@ def test_handlers_are_put_back():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+def test_a_rank_that_starts_after_its_launcher_was_killed_leaves(monkeypatch):
+    gone = os.fork()
+    if gone == 0:
+        os._exit(0)
+    os.waitpid(gone, 0)
+    monkeypatch.setenv(launch.LAUNCHER, str(gone))
+    monkeypatch.setenv("RANK", "1")
+    pid = os.fork()
+    if pid == 0:
+        launch.leave_with_launcher()
+        time.sleep(5)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
 @pytest.mark.parametrize(
     ("exit_codes", "job", "line"),
     [
