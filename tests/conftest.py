@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
 
-import pytest
-from pool import Pool
+# Before torch loads: tiny tensors are not worth a second thread, and one that spins takes the core the ranks need.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+from collections.abc import Iterator  # noqa: E402
+
+import pytest  # noqa: E402
+from pool import Pool  # noqa: E402
 
 
 def _pool(size: int) -> Iterator[Pool]:
