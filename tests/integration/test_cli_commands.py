@@ -1,6 +1,7 @@
 """Commands in this process, on tiny models."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -246,11 +247,22 @@ def test_no_rank_starts_for_a_number_of_ranks_that_makes_no_sense(recipe, capsys
 
 def test_bad_input_is_said_before_anything_is_made_and_in_one_line(recipe, tmp_path, capsys):
     out = tmp_path / "out"
-    for bad in ("data.train=nothing.jsonl", "data.train=made:additon/train", "teacher={path: ./nothing}"):
+    for bad in (
+        "data.train=nothing.jsonl",
+        "data.train=made:additon/train",
+        "teacher={path: ./nothing}",
+    ):
         assert main(["train", str(recipe), f"output_dir={out}", bad]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.startswith("hybrid: error: ")
         assert not out.exists()
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_its_step_and_name(recipe, tmp_path, capsys):
+    argv = ["train", str(tmp_path / "part.yaml"), f"output_dir={tmp_path / 'out'}", "engine.optimizer.lr=1e38", "data.eval=null"]
+    assert main([*argv, "max_steps=9"]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert re.search(r"step [2-9]: .*(nan|inf)", line), line
 
 
 def test_print_shows_the_resolved_config(recipe, capsys):
