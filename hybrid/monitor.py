@@ -106,7 +106,10 @@ class Monitor:
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}; give one record a step, in order")
         now = time.perf_counter()
-        record = {"step": step, **metrics, **self._timings(), "step_seconds": now - self._last_time, **peak_memory()}
+        timings = self._timings()
+        if metrics.get("sampled") == 0:  # given responses: nothing was generated, and the rate is that of a list
+            timings.pop("rollout/tokens_per_second", None)
+        record = {"step": step, **metrics, **timings, "step_seconds": now - self._last_time, **peak_memory()}
         self._last_step, self._last_time = step, now
         self._phases.clear()
         if not self._active:

@@ -52,6 +52,19 @@ def test_each_step_is_one_record_with_phase_times_and_speeds(tmp_path: Path) -> 
     assert "rollout/seconds" not in second
 
 
+def test_given_responses_have_no_speed_of_generation(tmp_path: Path) -> None:
+    monitor = Monitor(tmp_path, Log())
+    for step, sampled in ((1, 0.0), (2, 0.5)):
+        with monitor.phase("rollout", tokens=10):
+            pass
+        monitor.log(step, {"sampled": sampled})
+    given, mixed = lines(tmp_path / "metrics.jsonl")
+    monitor.close()
+    assert "rollout/seconds" in given
+    assert "rollout/tokens_per_second" not in given
+    assert "rollout/tokens_per_second" in mixed
+
+
 def test_a_phase_that_raises_is_still_timed(tmp_path: Path) -> None:
     monitor = Monitor(tmp_path, Log())
     with pytest.raises(KeyError):
