@@ -8,10 +8,10 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-from collections.abc import Iterator  # noqa: E402
+from collections.abc import Iterator
 
-import pytest  # noqa: E402
-from pool import Pool  # noqa: E402
+import pytest
+from pool import Pool
 
 
 def _pool(size: int) -> Iterator[Pool]:
