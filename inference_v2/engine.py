@@ -94,6 +94,8 @@ class InferenceEngine:
         config = config or EngineConfig()
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
+        elif torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device={device}, but torch finds no CUDA device; allowed here: auto, cpu")
         dtype = dtype_of(dtype)
         model = load_model(path, trust_remote_code=trust_remote_code, tokenizer=tokenizer)
         decoder, weights = build_decoder(model, config, dtype=dtype, device=device, trust_remote_code=trust_remote_code)

@@ -110,6 +110,12 @@ def test_bad_options_and_missing_files_are_one_line(model, tmp_path, prompts, ca
     assert len(capsys.readouterr().err.splitlines()) == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is there")
+def test_a_device_that_is_not_there_is_one_line(model, prompts, capsys):
+    line = refused(capsys, "generate", model[0], "--prompts", prompts({"prompt_ids": [5]}), "--device", "cuda")
+    assert "no CUDA device" in line
+
+
 def poison(folder: Path, kind: str) -> None:
     weights, config = folder / "model.safetensors", folder / "config.json"
     if kind == "outside":
