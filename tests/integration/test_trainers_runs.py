@@ -303,7 +303,7 @@ def test_prompts_beyond_ascii_reach_the_table_as_they_are(make, models, tmp_path
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sum_per_constant"])
 def test_the_step_does_not_depend_on_micro_batches(make, reduction):
-    """One optimizer step equals one big batch, whatever the cut (T14)."""
+    """One optimizer step equals one big batch, whatever the cut."""
     sgd = {"name": "sgd", "lr": 0.1, "max_grad_norm": None}
     changes = {"max_steps": 1, "loss.reduction": reduction, "loss.constant_length": 5, "engine.optimizer": sgd}
     trees = [make("opsd", f"cut_{n}", **changes, **{"train.micro_batch_tokens": n}) for n in (10, 1000)]

@@ -37,7 +37,7 @@ def make(models, tmp_path):
 @pytest.mark.parametrize("prompts", [1, 3])  # with 1, rank 1 has nothing to do in any step; with 3, less than rank 0
 @pytest.mark.parametrize("teacher", list(TEACHERS))
 def test_two_ranks_train_what_one_does(make, pool2, teacher, prompts):
-    """The same tokens are drawn and the same steps taken (T16, T26): tokens depend on the prompt's key, not on its rank."""
+    """The same tokens are drawn and the same steps taken: tokens depend on the prompt's key, not on its rank."""
     changes = {"max_steps": 3, "engine.optimizer": SGD, "rollout.prompts_per_step": prompts, **TEACHERS[teacher]}
     one, two = make("opsd", "one", **changes), make("opsd", "two", **changes)
     _, expected = run(one)

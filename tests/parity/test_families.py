@@ -119,20 +119,21 @@ def test_windows_at_their_edges(family: str, dtype: torch.dtype) -> None:
         close(torch.cat([prefill[r], decode[r]]), hf_logits(model, ids), dtype)
 
 
+@DTYPES
 @pytest.mark.parametrize("length", [15, 16, 17, 40])
 @pytest.mark.parametrize("kind", ROPE)
 @EVERY_FAMILY
-def test_rope_types(family: str, kind: str, length: int) -> None:
+def test_rope_types(family: str, kind: str, length: int, dtype: torch.dtype) -> None:
     """dynamic and longrope have no oracle of their own in HF: there its forward is given our table."""
     parameters = {"rope_theta": 1e4} | ROPE[kind]
-    model = build(family, num_hidden_layers=2, max_position_embeddings=32, head_dim=16, rope_parameters=parameters)
-    run = runner(model)
+    model = build(family, dtype, num_hidden_layers=2, max_position_embeddings=32, head_dim=16, rope_parameters=parameters)
+    run = runner(model, dtype)
     if kind in ("dynamic", "longrope"):
         force_table(model, run.spec.rope, run.max_len)
     (ids,) = sequences(length)
     split = length // 2
     got = torch.cat([run.step([(0, ids[:split])])[0], *(run.step([(0, part)])[0] for part in ids[split:].split(1))])
-    close(got, hf_logits(model, ids), torch.float32)
+    close(got, hf_logits(model, ids), dtype)
 
 
 @DTYPES

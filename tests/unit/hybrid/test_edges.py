@@ -18,7 +18,7 @@ from hybrid_cases import (
     relative_error,
 )
 from safetensors.torch import load_file, save_file
-from tiny import character_tokenizer, save_tiny, tiny_model
+from tiny import FAMILIES, character_tokenizer, save_tiny, tiny_model
 
 from hybrid import initialize, models
 from hybrid.checkpoint import save_checkpoint
@@ -286,8 +286,10 @@ def test_weights_do_not_change_while_they_generate(folder, tmp_path):
 
 
 @pytest.mark.parametrize("gather", ["full", "stream"])
-def test_a_registered_family_generates_without_its_hf_modules(folder, gather):
-    engine = make_engine(folder, rollout={"gather": gather})
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_registered_family_generates_without_its_hf_modules(tmp_path, family, gather):
+    save_tiny(tmp_path, family)
+    engine = make_engine(str(tmp_path), rollout={"gather": gather})
     called = []
     for module in engine.model.module.modules():
         module.register_forward_pre_hook(lambda m, *args: called.append(type(m).__name__))
@@ -295,6 +297,44 @@ def test_a_registered_family_generates_without_its_hf_modules(folder, gather):
     assert called == []
     engine.score(pack(SEQUENCES))
     assert called
+
+
+@pytest.mark.parametrize("family", ["llama", "granite"])  # the second is served by a module of its own
+def test_generation_leaves_the_config_of_the_training_module_alone(tmp_path, family):
+    save_tiny(tmp_path, family)
+    engine = make_engine(str(tmp_path))
+    config = engine.model.module.hf.config
+    before = copy.deepcopy(vars(config))
+    assert before["_attn_implementation_internal"] is not None
+    logprobs = engine.score(pack(SEQUENCES))
+    engine.generate([[5, 6]], GREEDY)
+    assert vars(config) == before
+    assert torch.equal(engine.score(pack(SEQUENCES)), logprobs)
+
+
+def test_padding_moves_no_position_of_a_learned_table(tmp_path):
+    """Rotary models would hide a shift of all positions alike; gpt2 adds each position's own row."""
+    save_tiny(tmp_path, "gpt2")
+    engine, hf = make_engine(str(tmp_path)), hf_module(str(tmp_path))
+    together = engine.score(pack(SEQUENCES)).split([len(s) - 1 for s in SEQUENCES])
+    for sequence, row in zip(SEQUENCES, together, strict=True):
+        torch.testing.assert_close(row, engine.score(pack([sequence])), rtol=0, atol=1e-5)
+        ids = torch.tensor([sequence])
+        with torch.no_grad():
+            expected = hf(ids).logits[0, :-1, :79].log_softmax(-1).gather(1, ids[0, 1:, None]).squeeze(1)
+        torch.testing.assert_close(row, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("left", [0, 10])
+@pytest.mark.parametrize("right", [0, 10])
+def test_columns_of_padding_change_no_loss(tmp_path, left, right):
+    save_tiny(tmp_path, "gpt2")
+    engine = make_engine(str(tmp_path))
+    rows = {"input_ids": SEQUENCES[:1], "attention_mask": [[1] * len(SEQUENCES[0])], "labels": SEQUENCES[:1]}
+    fill = {"input_ids": 0, "attention_mask": 0, "labels": -100}
+    padded = {n: torch.nn.functional.pad(torch.tensor(v), (left, right), value=fill[n]) for n, v in rows.items()}
+    loss = engine(padded)
+    assert loss.item() == pytest.approx(-engine.score(pack(SEQUENCES[:1])).mean().item(), abs=1e-5)
 
 
 def test_generation_between_two_halves_of_a_step_leaves_their_gradient(folder):

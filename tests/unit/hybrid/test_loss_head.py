@@ -10,7 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from paged import ModuleSource
 from pool import Pool
+from tiny import tiny_model
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +24,8 @@ from hybrid.config import HybridConfig
 from hybrid.loss_head import chunked_loss, head_logits, tokens_per_chunk
 from hybrid.mesh import open_mesh
 from inference_v2.head import Head
+from inference_v2.models import spec_of
+from inference_v2.weights import FusedWeights
 
 N, H, V = 13, 8, 40
 
@@ -124,6 +128,18 @@ def test_fp32_logits_are_bit_equal_to_the_heads() -> None:
     hidden, weight, bias = leaves()
     head = Head(weight, bias, vocab_limit=37, scale=0.5, softcap=4.0)
     assert torch.equal(head_logits(head, hidden), head.logits(hidden))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rollout_and_trainer_give_equal_hidden_states_bit_equal_logits(dtype: torch.dtype, tied: bool) -> None:
+    model = tiny_model("qwen2", tie_word_embeddings=tied)
+    weights = FusedWeights(spec_of(model.config), dtype, "cpu", vocab_limit=79)
+    weights.refresh(ModuleSource(model), version=0)
+    hidden = leaves(h=64)[0].detach().to(dtype)
+    trainer = Head(model.get_output_embeddings().weight.detach().to(dtype), vocab_limit=79)
+    with weights.final() as final:
+        assert torch.equal(head_logits(trainer, hidden), final.head.logits(hidden))
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, -1e10])

@@ -1,4 +1,4 @@
-"""Micro-batches: targets come from spans, whatever ids pad, bos and eos have (H11, T12, H23)."""
+"""Micro-batches: targets come from spans, whatever ids pad, bos and eos have."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def test_system_message_is_put_before_prompts_that_have_none(load, tokenizer):
 
 
 def test_privileged_text_messages_and_template(load, tokenizer):
-    """The student's and the teacher's prompt end alike: only what comes before differs (T33)."""
+    """The student's and the teacher's prompt end alike: only what comes before differs."""
     shots = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "Answer: 2"}]
     rows = load(
         {"prompt": "2+2?", "privileged": "Think."},

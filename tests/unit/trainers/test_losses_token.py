@@ -15,6 +15,7 @@ from hybrid.loss_head import chunked_loss
 from inference_v2.head import Head
 from trainers.config import DistillLoss
 from trainers.losses import cross_entropy_token_loss, divergence, divergence_token_loss
+from trainers.opsd import with_first_token
 
 N, H = 13, 8
 
@@ -209,6 +210,21 @@ def test_metrics_are_what_their_names_say() -> None:
     _, sums = chunked_loss(hidden, head, batch, cross_entropy_token_loss(), 4)
     assert metric(sums, "accuracy") == (s.argmax(-1) == batch.targets).sum()
     assert metric(sums, "entropy") == pytest.approx(float(expected["student_entropy"]), rel=1e-5)
+
+
+def test_the_loss_of_first_tokens_is_reported_apart() -> None:
+    """Three responses of 4, 1 and 8 tokens: the mean over their first tokens, however they are chunked."""
+    hidden, head, teacher = student_and_teacher()
+    lengths = torch.tensor([4, 1, 8])
+    index = torch.cat([torch.arange(n) for n in lengths.tolist()])
+    batch = replace(make_batch(), response_index=index, sequence_index=torch.repeat_interleave(torch.arange(3), lengths))
+    token_loss = divergence_token_loss(DistillLoss(divergence="forward_kl"), teacher, 1.0)
+    plain, _ = chunked_loss(hidden, head, batch, token_loss, 3)
+    loss, sums = chunked_loss(hidden, head, batch, with_first_token(token_loss), 3)
+    per_token, _ = token_loss(head.logits(hidden), batch)
+    assert torch.equal(loss, plain)
+    assert metric(sums, "first_token") == 3
+    assert metric(sums, "first_token_loss") == pytest.approx(per_token[[0, 4, 5]].sum().item(), rel=1e-5)
 
 
 def test_sampled_token_uses_the_rollouts_untruncated_log_probs_where_there_are_any() -> None:

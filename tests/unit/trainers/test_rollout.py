@@ -48,7 +48,7 @@ def test_tokens_are_a_function_of_seed_and_key_alone(engine):
 
 
 def test_ids_reach_the_batch_as_they_were_drawn(engine):
-    """No decoding and encoding on the way (H23); spans cover exactly the response."""
+    """No decoding and encoding on the way; spans cover exactly the response."""
     rollouts = sample_rollouts(engine, DRAWN, SamplingParams(max_new_tokens=8))
     batch = pack(rollouts)
     assert batch.token_ids.tolist() == [i for r in rollouts for i in (*r.prompt.ids, *r.response_ids)]
@@ -58,7 +58,7 @@ def test_ids_reach_the_batch_as_they_were_drawn(engine):
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.5}])
 def test_the_raw_logprob_is_the_trainers_at_the_same_temperature(engine, sampling):
-    """First ratio 1 at temperature 0.7 (T19), also where the sampler truncates or penalises (H6, H7)."""
+    """First ratio 1 at temperature 0.7, also where the sampler truncates or penalises (H6, H7)."""
     rollouts = sample_rollouts(engine, DRAWN, SamplingParams(max_new_tokens=8, num_samples=2, temperature=0.7, **sampling))
     batch = pack(rollouts)
     trained = engine.score(batch, temperature=0.7)
@@ -72,7 +72,7 @@ def test_the_raw_logprob_is_the_trainers_at_the_same_temperature(engine, samplin
 
 
 def test_a_row_scores_the_same_alone_and_among_longer_ones(engine):
-    """Positions are explicit: padding shifts nothing (T21)."""
+    """Positions are explicit: padding shifts nothing."""
     rollouts = sample_rollouts(engine, DRAWN, SamplingParams(max_new_tokens=8))
     together = engine.score(pack(rollouts)).split([len(r.response_ids) for r in rollouts])
     for rollout, row in zip(rollouts, together, strict=True):
@@ -81,7 +81,7 @@ def test_a_row_scores_the_same_alone_and_among_longer_ones(engine):
 
 @pytest.mark.parametrize("pad", [5, 0])
 def test_every_end_of_sequence_id_ends_a_response_and_counts_once(folder, tmp_path, pad):
-    """Ends 5 and 7 from the generation config, pad equal to one of them (T12, T13, H10, H11)."""
+    """Ends 5 and 7 from the generation config, pad equal to one of them."""
     tiny_folder(tmp_path)
     config = {"eos_token_id": [5, 7], "pad_token_id": pad, "top_k": 1, "temperature": 0.1, "do_sample": False}
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
@@ -100,7 +100,7 @@ def test_every_end_of_sequence_id_ends_a_response_and_counts_once(folder, tmp_pa
 
 
 def test_a_generation_config_never_leaks_into_sampling(folder, tmp_path):
-    """top_k = 1 on disk: asking for temperature 1 still samples (T30)."""
+    """top_k = 1 on disk: asking for temperature 1 still samples."""
     tiny_folder(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"top_k": 1, "temperature": 0.01, "eos_token_id": 1}))
     plain, leaky = (HybridEngine.from_pretrained(str(p), HybridConfig()) for p in (folder, tmp_path))

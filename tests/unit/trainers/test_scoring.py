@@ -85,7 +85,7 @@ def test_the_teacher_reads_the_privileged_prompt_and_the_same_response(engine, f
 
 
 def test_a_teacher_equal_to_the_student_gives_no_loss_and_a_shifted_one_does(engine, folder):
-    """The loss is 0 only where both predict the same token (T10)."""
+    """The loss is 0 only where both predict the same token."""
     rollouts = rollouts_of(engine)
     teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="start"))
     hidden = teacher.score(rollouts)
@@ -102,7 +102,7 @@ def test_a_teacher_equal_to_the_student_gives_no_loss_and_a_shifted_one_does(eng
 
 @pytest.mark.parametrize("kind", ["frozen", "start", "live", "ema"])
 def test_frozen_teachers_stand_still_and_the_others_follow(engine, folder, kind):
-    """Over steps: frozen and start bit-equal (T27); live equals the student; ema is the average of the student's weights."""
+    """Over steps: frozen and start bit-equal; live equals the student; ema is the average of the student's weights."""
     config = (
         FrozenTeacher(path=str(folder / "teacher")) if kind == "frozen" else SelfTeacher(kind="self", weights=kind, ema_decay=0.9)
     )
@@ -159,7 +159,7 @@ def test_scoring_leaves_mode_and_generators_alone(engine, folder):
 
 
 def test_a_teachers_padded_vocabulary_does_not_count(tmp_path):
-    """Student of 40 rows, teacher of 48, tokenizer of 37 ids: the loss is that of the first 37 (T11)."""
+    """Student of 40 rows, teacher of 48, tokenizer of 37 ids: the loss is that of the first 37."""
     tokenizer = character_tokenizer("".join(chr(97 + i) for i in range(26)) + "01234567")
     assert len(tokenizer) == 37
     for name, rows, seed in (("student", 40, 0), ("teacher", 48, 1)):
