@@ -1,16 +1,17 @@
-"""The tolerances that need the whole engine, for every registered family: the rollout against the training forward, two ranks
-against one, and a resumed run against one that never stopped."""
+"""The tolerances that need the whole engine, for every registered family: the rollout against the training forward, the chunked
+loss against the plain one, two ranks against one, and a resumed run against one that never stopped."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from hybrid_cases import cross_entropy, full_weights, make_engine, pack, ragged_sequences
+from hybrid_cases import cross_entropy, full_gradients, full_weights, make_engine, pack, ragged_sequences, relative_error
 from safetensors.torch import load_file, save_file
 from tiny import FAMILIES, save_tiny
 from torch import Tensor, nn
 
 from inference_v2 import SamplingParams
+from inference_v2.head import Head
 
 SEQUENCES = ragged_sequences(6)
 PROMPTS = [[5, 6, 7], [9] * 11, [11], [20, 21, 22, 23]]
@@ -79,7 +80,25 @@ def test_rollout_and_training_log_probs_agree_in_bf16_as_hf_with_itself(models):
     at_once = module_logprobs(module, sequences, by_token=False)
     module.set_attn_implementation("eager")
     noise = (module_logprobs(module, sequences, by_token=True) - at_once).abs().mean()
+    module.set_attn_implementation("sdpa")
     assert (trained(engine, sequences) - logprobs).abs().mean() <= 1.5 * noise
+
+
+@DTYPES
+def test_the_chunked_loss_gives_the_gradients_of_the_plain_one(models, dtype):
+    module, folder = models[dtype]
+    engine, batch = make_engine(folder, compute_dtype=dtype, loss_chunk_tokens=3), pack(SEQUENCES)
+    given_loss = engine.forward_backward([batch], cross_entropy)["loss"]
+    token_ids, position_ids, flat_index = batch.padded()
+    out = module.get_decoder()(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    hidden = out.flatten(0, 1)[flat_index[batch.loss_index]]
+    logits = Head(module.get_output_embeddings().weight, vocab_limit=79).logits(hidden)
+    loss = nn.functional.cross_entropy(logits, batch.targets)
+    given, parameters = full_gradients(engine), dict(module.named_parameters())
+    expected = torch.autograd.grad(loss, [parameters[n] for n in given])
+    tolerance = 2e-6 if dtype == "float32" else 1e-2
+    assert given_loss == pytest.approx(loss.item(), rel=tolerance)
+    assert max(relative_error(g, e.float()) for g, e in zip(given.values(), expected, strict=True)) <= tolerance
 
 
 def three_steps(folder: str, dtype: str, path: str) -> float:

@@ -58,7 +58,7 @@ def test_ids_reach_the_batch_as_they_were_drawn(engine):
 
 @pytest.mark.parametrize("sampling", [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.5}])
 def test_the_raw_logprob_is_the_trainers_at_the_same_temperature(engine, sampling):
-    """First ratio 1 at temperature 0.7, also where the sampler truncates or penalises (H6, H7)."""
+    """First ratio 1 at temperature 0.7, also where the sampler truncates or penalises."""
     rollouts = sample_rollouts(engine, DRAWN, SamplingParams(max_new_tokens=8, num_samples=2, temperature=0.7, **sampling))
     batch = pack(rollouts)
     trained = engine.score(batch, temperature=0.7)
