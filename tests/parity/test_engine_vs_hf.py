@@ -165,8 +165,12 @@ def test_refreshed_weights_answer_like_a_fresh_engine_and_like_hf(model, prompts
 @pytest.mark.parametrize("way", ["plain", "chunked", "preempted"])
 def test_bf16_agrees_with_the_forward_within_its_noise(bf16_model, prompts, way):
     module, folder = bf16_model
+    """Samples of one prompt share its blocks; the second time the prompts are found in the cache."""
     engine = open_engine(folder, "bfloat16", **WAYS[way])
-    for (completion,) in engine.generate(prompts, SamplingParams(max_new_tokens=12, temperature=0.0)):
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.0, num_samples=2)
+    outs = [*engine.generate(prompts, sampling), *engine.generate(prompts, sampling)]
+    assert min(engine.stats().tokens_hit, engine.stats().blocks_copied) > 0
+    for completion in (c for samples in outs for c in samples):
         tokens, start = [*completion.prompt_ids, *completion.token_ids], len(completion.prompt_ids)
         with torch.no_grad():
             z = module(torch.tensor([tokens])).logits[0, start - 1 : -1].float()
