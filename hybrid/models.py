@@ -27,7 +27,7 @@ from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
 from inference_v2.loading import eos_union, load_model, tokenizer_vocab_limit
 from inference_v2.models import REGISTRY, spec_of
-from inference_v2.models.fallback import _fix_rope as fix_rope
+from inference_v2.models.fallback import fix_rope
 from inference_v2.models.spec import DecoderSpec
 from inference_v2.rope import force_table
 from inference_v2.weights import WeightSource

@@ -43,7 +43,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def _check_run(run: RunConfig) -> Iterator[str]:
-    from inference_v2.loading import load_model, load_tokenizer
+    from inference_v2.loading import load_model
     from trainers.data.prompts import load_prompts
     from trainers.evaluation import Evaluator
     from trainers.new_model import write_new_model
@@ -61,11 +61,12 @@ def _check_run(run: RunConfig) -> Iterator[str]:
         if model is None:
             yield "  data: read with the tokenizer of the model that is trained first"
             return
-        tokenizer = load_tokenizer(run.model.tokenizer or load_model(model).path)
+        loaded = load_model(model, trust_remote_code=run.engine.trust_remote_code, tokenizer=run.model.tokenizer)
+        tokenizer = loaded.tokenizer
         if tokenizer is None:
             raise ValueError(f"{model}: no tokenizer, which training data needs; set model.tokenizer")
         data = make_all(run.data, Path(temporary))
-        prompts = load_prompts(data, tokenizer)
+        prompts = load_prompts(data, tokenizer, eos_token_ids=loaded.eos_token_ids)
         yield f"  {run.data.train}: {len(prompts)} prompts"
         if data.eval is not None:
             held_out = load_prompts(data, tokenizer, held_out=True)

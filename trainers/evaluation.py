@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.engine import HybridEngine
-from hybrid.folders import first_error
+from hybrid.mesh import first_error
 from trainers.config import EvalConfig
 from trainers.data.order import DrawnPrompt, share
 from trainers.rewards import REWARDS, Reward, resolve

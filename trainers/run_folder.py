@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from hybrid.checkpoint import last_checkpoint
-from hybrid.folders import first_error, remove_folder, write_folder
-from hybrid.mesh import Mesh
+from hybrid.folders import remove_folder, write_folder
+from hybrid.mesh import Mesh, first_error
 from trainers.config import RunConfig
 
 # Keys (and what is below them) that a resumed run may set anew: they do not enter what is trained, or only for how long.

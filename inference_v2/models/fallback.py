@@ -117,7 +117,7 @@ def open_module(
     except (ValueError, ImportError, OSError) as error:
         raise ValueError(f"{path}: transformers cannot load it ({' '.join(str(error).split())[:300]})") from None
     module = module.to(device).eval().requires_grad_(False)
-    _fix_rope(module, max_positions)
+    fix_rope(module, max_positions)
     decoder = ModuleDecoder(_read_spec(module), kernels)
     weights = ModuleWeights(module, _read_head(module, vocab_limit))
     probe(decoder, weights)
@@ -240,7 +240,7 @@ def _embedding(module: PreTrainedModel) -> Tensor:
     return table.weight
 
 
-def _fix_rope(module: PreTrainedModel, max_positions: int | None) -> None:
+def fix_rope(module: PreTrainedModel, max_positions: int | None) -> None:
     """Stop dynamic and longrope tables from switching with the longest position of whatever is in the batch."""
     config = module.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
