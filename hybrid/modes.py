@@ -186,7 +186,7 @@ class Generation:
             (free,) = mesh.min([free_bytes(mesh.device) / ranks / 2])
             have, origin = int(free), "half of the free memory per rank"
         gather: Gather = "full" if need <= have else "stream"
-        log.info("rollout.gather=auto: %s, since a full copy of %s takes %.0f MB and %s is %.0f MB",
+        log.info("rollout.gather=auto: %s, since a full copy of %s takes %.2f MB and %s is %.2f MB",
                  gather, model.spec.model_type, need / 1e6, origin, have / 1e6)  # fmt: skip
         return gather
 

@@ -373,7 +373,7 @@ def test_auto_says_why_once(folders, caplog):
         auto_choice(folders("llama"), 10_000)
     (line,) = [r.getMessage() for r in caplog.records if "rollout.gather" in r.getMessage()]
     assert "stream" in line
-    assert "10000" in line
+    assert "is 0.01 MB" in line
 
 
 def test_a_copy_takes_the_bytes_that_auto_reckoned_with(folders):
