@@ -31,7 +31,7 @@ def cross_entropy(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tenso
 
 def tokens_per_chunk(head: Head, given: int | None) -> int:
     """The chunk length that was asked for, or as many tokens as have LOGIT_BYTES of logits."""
-    return given or max(1, LOGIT_BYTES // (4 * head.vocab_size))
+    return given or head.rows_within(LOGIT_BYTES)
 
 
 def chunked_loss(

@@ -29,6 +29,10 @@ class Head:
         rows = self.weight.shape[0]
         return rows if self.vocab_limit is None else min(rows, self.vocab_limit)
 
+    def rows_within(self, num_bytes: int) -> int:
+        """Tokens whose fp32 logits take at most `num_bytes`; at least one."""
+        return max(1, num_bytes // (4 * self.vocab_size))
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[*, H] in any float dtype -> fp32 [*, vocab_size]. The product is taken in fp32."""
         n = self.vocab_size

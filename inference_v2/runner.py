@@ -89,7 +89,7 @@ class Runner:
 
 def _read(plan: Plan, jobs: Mapping[int, ScoreJob], hidden: Tensor, head: Head) -> list[DrawnToken]:
     """hidden [S, H], in the order of the chunks' wanted positions."""
-    rows_at_once = max(1, LOGIT_BYTES // (4 * head.vocab_size))
+    rows_at_once = head.rows_within(LOGIT_BYTES)
     rows: list[int] = []
     pairs: list[tuple[Sequence, Sequence]] = []  # (sample, its leader)
     at = 0
