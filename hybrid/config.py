@@ -18,15 +18,16 @@ Dtype = Literal["float32", "bfloat16"]
 
 
 class Strict(BaseModel):
-    """Frozen; an unknown key is an error, and so is a number that is not finite."""
+    """Frozen; an unknown key is an error, and so is a number that is not finite or a value of another type: "1" and true are
+    not numbers. A list is taken for a tuple, since YAML and JSON have no other."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 
 
 class OptimizerConfig(Strict):
     name: Literal["adamw", "sgd"] = "adamw"
     lr: float = Field(1e-5, ge=0)
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0, description="not applied to biases and norm weights (parameters of one dimension)")
     momentum: float = Field(0.0, ge=0, lt=1, description="SGD only")
@@ -64,7 +65,7 @@ class RolloutConfig(Strict):
 
 
 class HybridConfig(Strict):
-    zero_stage: Literal[0, 1, 2, 3] = 3
+    zero_stage: int = Field(3, ge=0, le=3)
     master_dtype: Dtype = Field(
         "float32", description="dtype of shards, their gradients and optimizer state (ranks add gradients in fp32)"
     )
@@ -72,7 +73,9 @@ class HybridConfig(Strict):
     attn_implementation: Literal["sdpa", "eager"] = "sdpa"
     activation_checkpointing: bool = False
     dropout: bool = Field(False, description="keep the checkpoint's dropout in training forwards (SFT); off: deterministic")
-    freeze: tuple[str, ...] = Field((), description="regular expressions; a parameter in whose name one is found is not trained")
+    freeze: tuple[str, ...] = Field(
+        (), strict=False, description="regular expressions; a parameter in whose name one is found is not trained"
+    )
     loss_chunk_tokens: int | None = Field(
         None, ge=1, description="tokens per chunk of the loss head; None: as many as have 64 MiB of fp32 logits"
     )

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 class EngineConfig(BaseModel):
     """Sizes and switches of one InferenceEngine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     block_size: int = Field(16, ge=1, description="tokens per KV block")
     cache_bytes: int | None = Field(
@@ -20,7 +20,9 @@ class EngineConfig(BaseModel):
     max_running: int = Field(256, ge=1, description="sequences that may decode at once")
     max_step_tokens: int = Field(2048, ge=1, description="token budget of one step (prefill chunks and decodes together)")
     prefix_caching: bool = True
-    kernels: Literal["auto", "reference"] = "auto"
+    kernels: Literal["auto", "reference", "cpu"] = Field(
+        "auto", description="auto: C++ on a CPU (compiled once, into the user's cache), reference elsewhere or without a compiler"
+    )
     batch_invariant: bool = Field(False, description="pad linears to row counts whose bits do not depend on the batch")
     strict: bool = Field(False, description="refuse model types outside the registry instead of running the HF module")
     debug_poison: bool = Field(False, description="fill the KV pool with NaN before use (tests)")

@@ -124,8 +124,8 @@ class SamplingConfig(Strict):
     repetition_penalty: float = Field(1.0, gt=0)
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = Field((), strict=False)
+    stop: tuple[str, ...] = Field((), strict=False)
 
     @model_validator(mode="after")
     def _check(self) -> SamplingConfig:
@@ -197,7 +197,7 @@ class EvalConfig(Strict):
     reward: str = Field("exact_match", description="exact_match, numeric_match, regex:PATTERN, or module:function")
     max_new_tokens: int = Field(128, ge=1)
     samples: int = Field(4, ge=0, description="completions written to the table at each evaluation")
-    stop: tuple[str, ...] = ()
+    stop: tuple[str, ...] = Field((), strict=False)
 
     @model_validator(mode="after")
     def _check(self) -> EvalConfig:

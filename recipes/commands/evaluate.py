@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from trainers.config import DataConfig, EvalConfig
 
     with tempfile.TemporaryDirectory() as folder:
-        source = make(args.data, Path(folder))
+        source = str(make(args.data, Path(folder)))
         try:
             config = EvalConfig(reward=args.reward, max_new_tokens=args.max_new_tokens, samples=0)
             data = DataConfig(train=source, eval=source, eval_split="test", chat=args.chat, max_eval=args.limit)

@@ -26,6 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="RUN_DIR/checkpoints/step_N", type=Path)
     parser.add_argument("folder", metavar="DIR", type=Path, help="where the Hugging Face folder goes")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=None, help="default: the run's compute dtype")
+    parser.add_argument("--overwrite", action="store_true", help="replace what DIR holds")
     return parser
 
 
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint: Path = args.checkpoint.resolve()
     if not re.fullmatch(r"step_\d+", checkpoint.name) or not (checkpoint / "state.json").is_file():
         raise ValueError(f"{args.checkpoint}: no checkpoint; allowed: RUN_DIR/checkpoints/step_N")
+    if args.folder.exists() and not args.overwrite and (args.folder.is_file() or any(args.folder.iterdir())):
+        raise ValueError(f"{args.folder}: exists and is not empty; allowed: a new folder, or --overwrite to replace it")
     run_dir = checkpoint.parents[1]
     config = read_config(run_dir / "config.yaml")
     start = run_dir / "init" if config.model.path is None else config.model.path

@@ -82,7 +82,8 @@ class EncodedPrompt:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a prompts file. Raises ValueError naming the first line that is not one JSON object with one prompt."""
+    """The lines of a prompts file. Raises ValueError for a file without any, and naming the first line that
+    is not one JSON object with one prompt."""
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
@@ -94,6 +95,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict) or ("prompt" in row) == ("prompt_ids" in row):
             raise ValueError(f'{path}:{number}: allowed: an object with one of "prompt" (text or messages) and "prompt_ids"')
         rows.append(row)
+    if not rows:
+        raise ValueError(f"{path}: holds no prompt; allowed: one JSON object a line")
     return rows
 
 

@@ -104,6 +104,8 @@ def test_bad_options_and_missing_files_are_one_line(model, tmp_path, prompts, ca
     assert "temperature=-1.0" in refused(capsys, "generate", model[0], "--prompts", file, "--temperature", -1)
     assert "nothing.jsonl" in refused(capsys, "generate", model[0], "--prompts", tmp_path / "nothing.jsonl")
     assert "no such folder" in refused(capsys, "generate", tmp_path / "nothing", "--prompts", file)
+    (tmp_path / "empty.jsonl").write_text("\n")
+    assert "holds no prompt" in refused(capsys, "generate", model[0], "--prompts", tmp_path / "empty.jsonl")
     with pytest.raises(SystemExit) as caught:
         main(["generate", str(model[0]), "--nonsense"])
     assert caught.value.code == 2
@@ -194,22 +196,14 @@ def test_train_trains_its_parts_and_leaves_a_whole_run_folder(recipe, tmp_path, 
     assert steps == [0, 1, 2]
 
     assert main(["export", str(out / "checkpoints" / "step_1"), str(tmp_path / "exported"), "--dtype", "bfloat16"]) == 0
-    assert (
-        main(
-            [
-                "eval",
-                str(tmp_path / "exported"),
-                "--data",
-                "made:addition/held_out",
-                "--limit",
-                "3",
-                "--max-new-tokens",
-                "4",
-                "--json",
-            ]
-        )
-        == 0
-    )
+    before = (tmp_path / "exported" / "model.safetensors").read_bytes()
+    again = ["export", out / "checkpoints" / "step_1", tmp_path / "exported", "--dtype", "float32"]
+    assert "--overwrite" in refused(capsys, *again)
+    assert (tmp_path / "exported" / "model.safetensors").read_bytes() == before
+    assert main([*map(str, again), "--overwrite"]) == 0
+    assert len((tmp_path / "exported" / "model.safetensors").read_bytes()) > 1.5 * len(before)
+    held_out = ["--data", "made:addition/held_out", "--limit", "3", "--max-new-tokens", "4"]
+    assert main(["eval", str(tmp_path / "exported"), *held_out, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_prompts"] == 3
 
 

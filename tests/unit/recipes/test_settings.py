@@ -81,6 +81,18 @@ def test_every_problem_gets_a_line_with_its_path_and_the_nearest_known_key(write
 
 
 @pytest.mark.parametrize(
+    "override",
+    ["max_steps='1'", "max_steps=true", "seed=true", "seed=1.5", "engine.dropout=yes_please", "engine.dropout=1",
+     "engine.optimizer.lr='1e-4'", "engine.optimizer.betas=[0.9, '0.95']", "engine.zero_stage=true", "engine.zero_stage=4",
+     "engine.rollout.engine.block_size='16'", "rollout.sampling.stop=x", "rollout.sampling.stop_token_ids=['1']",
+     "engine.freeze=[1]", "output_dir=3"],
+)  # fmt: skip
+def test_a_value_of_another_type_is_refused_and_not_converted(write, override):
+    (line,) = refused(write(MINIMAL), override)
+    assert override.partition("=")[0] in line
+
+
+@pytest.mark.parametrize(
     ("text", "says"),
     [
         ("a: !!python/object/apply:os.system [touch pwned]", "YAML tag"),
