@@ -204,6 +204,7 @@ class HybridEngine:
         weight = None if weight is None else weight.to(self.mesh.device)
 
         def head_function(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
+            head = head.packed(self.model.kernels)
             chunk_tokens = tokens_per_chunk(head, self.config.loss_chunk_tokens)
             try:
                 return chunked_loss(hidden, head, batch, token_loss, chunk_tokens, weight)

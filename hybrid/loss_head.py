@@ -71,7 +71,7 @@ def chunked_loss(
 def head_logits(head: Head, hidden: Tensor) -> Tensor:
     """`head.logits(hidden)` for [C, H] without an fp32 copy of a whole lower-precision head; not differentiable."""
     blocks = list(_row_blocks(head))
-    if len(blocks) == 1:
+    if len(blocks) == 1 or head.product is not None:
         return head.logits(hidden)
     logits = torch.empty(*hidden.shape[:-1], head.vocab_size, device=hidden.device)
     with torch.no_grad():
@@ -87,7 +87,7 @@ def _row_blocks(head: Head) -> Iterator[tuple[slice, Head]]:
     for start in range(0, n, rows):
         cut = slice(start, min(start + rows, n))
         bias = None if head.bias is None else head.bias[cut]
-        yield cut, replace(head, weight=head.weight[cut], bias=bias, vocab_limit=None)
+        yield cut, replace(head, weight=head.weight[cut], bias=bias, vocab_limit=None, product=None)
 
 
 def _accumulator(leaf: Tensor | None, like_leaf: bool) -> Tensor | None:

@@ -10,6 +10,7 @@ import copy
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from hybrid.mesh import Mesh, raise_together
 from hybrid.policy import HeadFunction, PolicyModule, inputs, mode
 from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
+from inference_v2.kernels import get_kernels
 from inference_v2.loading import eos_union, load_model, tokenizer_vocab_limit
 from inference_v2.models import REGISTRY, spec_of
 from inference_v2.models.fallback import fix_rope
@@ -58,6 +60,7 @@ class ShardedModel:
     ) -> None:
         self.config, self.mesh, self.hf_config, self.path = config, mesh, hf_config, path
         self.spec: DecoderSpec | None = spec_of(hf_config) if hf_config.model_type in REGISTRY else None
+        self.kernels = get_kernels(config.rollout.engine.kernels, mesh.device, getattr(torch, config.compute_dtype))
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.vocab_limit = vocab_limit
         # What text never runs (a vision tower): frozen, in groups of its own that nothing gathers.
@@ -205,6 +208,7 @@ class ShardedModel:
         """[N] fp32: log_softmax(z / temperature) of each counted target (temperature 0: of z). Collective."""
 
         def logprobs(hidden: Tensor, head: Head) -> Tensor:
+            head = head.packed(self.kernels)
             size = tokens_per_chunk(head, self.config.loss_chunk_tokens)
             parts = []
             for start in range(0, batch.num_targets, size):
@@ -233,8 +237,8 @@ class ShardedModel:
         source = self.source()
         with source.scope(""):
             head = self.module.gathered_head()
-            yield Head(head.weight.detach(), None if head.bias is None else head.bias.detach(), head.vocab_limit, head.scale,
-                       head.softcap)  # fmt: skip
+            bias = None if head.bias is None else head.bias.detach()
+            yield replace(head, weight=head.weight.detach(), bias=bias).packed(self.kernels)
 
     @property
     def num_rows(self) -> int:

@@ -22,7 +22,6 @@ from hybrid.module_copy import ModuleCopy, open_module_copy
 from hybrid.runner import LockStep, Runner
 from hybrid.sharding import ShardedSource, gathered, outside_inference_mode, reshard
 from inference_v2.engine import InferenceEngine
-from inference_v2.kernels import get_kernels
 from inference_v2.models.decoder import Decoder
 from inference_v2.models.fallback import ModuleDecoder
 from inference_v2.models.spec import DecoderSpec
@@ -53,6 +52,7 @@ class Generation:
         self.model = model
         self.config = model.config.rollout
         self.dtype = getattr(torch, model.config.compute_dtype)
+        self._kernels = model.kernels
         self.gather: Gather | None = None  # decided at the first swap
         self.is_open = False
         self.ledger: Swap | None = None  # the last stay
@@ -120,7 +120,7 @@ class Generation:
             return self._copy
         assert model.spec is not None, "only registered types are streamed"
         return StreamedWeights(
-            model.spec, source, version, self.dtype, model.mesh.device, model.vocab_limit, config.batch_invariant
+            model.spec, source, version, self.dtype, model.mesh.device, model.vocab_limit, config.batch_invariant, self._kernels
         )
 
     def _engine_with(self, weights: ModelWeights) -> InferenceEngine:
@@ -147,10 +147,12 @@ class Generation:
         if model.spec is None:
             return open_module_copy(model)
         table = RopeTable.build(model.spec.rope, model.max_positions, self.dtype, device)
-        decoder = Decoder(model.spec, get_kernels(config.kernels), table)
+        decoder = Decoder(model.spec, self._kernels, table)
         if self.gather == "stream":
             return decoder, None
-        return decoder, FusedWeights(model.spec, self.dtype, device, None, model.vocab_limit, config.batch_invariant)
+        return decoder, FusedWeights(
+            model.spec, self.dtype, device, None, model.vocab_limit, config.batch_invariant, self._kernels
+        )
 
     def _leave(self) -> None:
         """What `on_leave` says becomes of the copy and the KV pool."""
@@ -215,10 +217,11 @@ class Generation:
 
 
 def copy_bytes(model: ShardedModel, spec: DecoderSpec) -> int:
-    """What the fused copy takes: weights in the compute dtype, and the head's counted rows in fp32."""
+    """What the fused copy takes: weights in the compute dtype, and the head's counted rows, packed or in fp32."""
     size = getattr(torch, model.config.compute_dtype).itemsize
     names = set(model.source().names()) - {spec.names.head}
     weights = sum(p.numel() for name, p in model.parameters().items() if name in names)
     rows = min(model.vocab_limit or spec.vocab_size, spec.vocab_size)
     shared = spec.tie_word_embeddings and size == 4
-    return weights * size + (0 if shared else rows * spec.hidden_size * 4)
+    per_weight = 2 if size == 2 and model.kernels.pack_linear is not None else 4
+    return weights * size + (0 if shared else rows * spec.hidden_size * per_weight)

@@ -8,7 +8,6 @@ import torch
 
 from hybrid.models import ShardedModel
 from hybrid.sharding import ShardedSource
-from inference_v2.kernels import get_kernels
 from inference_v2.models.fallback import ModuleDecoder, ModuleWeights, open_module
 
 
@@ -66,7 +65,7 @@ def open_module_copy(model: ShardedModel) -> tuple[ModuleDecoder, ModuleCopy]:
         )
     decoder, weights = open_module(
         model.path,
-        get_kernels(model.config.rollout.engine.kernels),
+        model.kernels,
         dtype=getattr(torch, model.config.compute_dtype),
         device=model.mesh.device,
         max_positions=model.max_positions,

@@ -6,23 +6,27 @@ equal hidden states give bit-equal logits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_v2.kernels import Kernels
+from inference_v2.linear import Product
+
 
 @dataclass(frozen=True)
 class Head:
     """`weight` [V, H], `bias` [V] or None. Logits are cut to the first `vocab_limit` rows (the tokenizer's size) before any
-    softmax; `scale` multiplies them, `softcap` c maps z to c * tanh(z / c)."""
+    softmax; `scale` multiplies them, `softcap` c maps z to c * tanh(z / c). `product` is a packed copy of bf16 rows."""
 
     weight: Tensor
     bias: Tensor | None = None
     vocab_limit: int | None = None
     scale: float = 1.0
     softcap: float | None = None
+    product: Product | None = None  # [T, H] bf16 -> fp32 [T, vocab_size]
 
     @property
     def vocab_size(self) -> int:
@@ -33,11 +37,25 @@ class Head:
         """Tokens whose fp32 logits take at most `num_bytes`; at least one."""
         return max(1, num_bytes // (4 * self.vocab_size))
 
+    def packed(self, kernels: Kernels) -> Head:
+        """The same head with its rows packed for `kernels`, where those have a product for them. Only the rows' rounding counts:
+        bf16 x bf16 is exact in fp32."""
+        usable = self.weight.dtype == torch.bfloat16 and self.weight.device.type == "cpu" and self.product is None
+        if kernels.pack_linear is None or not usable:
+            return self
+        return replace(self, product=kernels.pack_linear(self.weight[: self.vocab_size].detach(), None, torch.float32))
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """[*, H] in any float dtype -> fp32 [*, vocab_size]. The product is taken in fp32."""
+        """[*, H] in any float dtype -> fp32 [*, vocab_size]. The product is exact, its sums are fp32; a packed head takes bf16
+        hidden states."""
         n = self.vocab_size
         bias = None if self.bias is None else self.bias[:n].float()
-        z = F.linear(hidden.float(), self.weight[:n].float(), bias)
+        if self.product is None:
+            z = F.linear(hidden.float(), self.weight[:n].float(), bias)
+        else:
+            z = self.product(hidden.to(torch.bfloat16).reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], n)
+            if bias is not None:
+                z += bias
         if self.scale != 1.0:
             z = z * self.scale
         if self.softcap is not None:

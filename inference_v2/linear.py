@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from inference_v2.kernels import Kernels
+
 Product = Callable[[Tensor], Tensor]
+Pack = Callable[[Tensor, Tensor | None], Product]
 PROBED_ROWS = (*range(1, 41), 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 512)
 
 
@@ -29,6 +32,15 @@ def packed_product(weight: Tensor, bias: Tensor | None) -> Product:
     """x -> x @ weight.T + bias with a private, reordered copy of `weight` [out, in]."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+
+
+def choose_pack(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Pack | None:
+    """How weights are packed: by the kernels' own product, by oneDNN, or (None) not at all."""
+    if device.type != "cpu":
+        return None
+    if kernels.pack_linear is not None and dtype == torch.bfloat16:
+        return kernels.pack_linear
+    return packed_product if can_pack(dtype) else None
 
 
 def plain_product(weight: Tensor, bias: Tensor | None) -> Product:
@@ -65,12 +77,13 @@ def safe_rows(product: Product, in_features: int, dtype: torch.dtype, device: to
 class Linear:
     """One linear layer, perhaps of several weights merged along the output. The object stays, its content is refreshed.
 
-    `packed` uses oneDNN's layout. `probed` turns on batch invariance: the input is padded to a row count found by `safe_rows`,
-    so that a row's bits do not depend on the batch it is in; the dict keeps that count per shape for all linears that share it.
+    `pack` makes a private copy in a layout of its own. `probed` turns on batch invariance: the input is padded to a row count
+    found by `safe_rows`, so that a row's bits do not depend on the batch it is in; the dict keeps that count per shape for all
+    linears that share it.
     """
 
-    def __init__(self, packed: bool = False, probed: dict[tuple[int, ...], int] | None = None) -> None:
-        self._packed = packed
+    def __init__(self, pack: Pack | None = None, probed: dict[tuple[int, ...], int] | None = None) -> None:
+        self._pack = pack
         self._probed = probed
         self._min_rows = 0
         self._weight: Tensor | None = None  # the merged copy, unless packed
@@ -82,8 +95,8 @@ class Linear:
         """Copy [out_i, in] weights, in order, and their biases. Storage of an earlier load is written over (same address)."""
         self._bias = None if biases is None else _merge(self._bias, biases, dtype, device)
         merged = _merge(self._weight, weights, dtype, device)
-        if self._packed:
-            self._product = packed_product(merged, self._bias)
+        if self._pack is not None:
+            self._product = self._pack(merged, self._bias)
         else:
             self._weight = merged
             self._product = plain_product(merged, self._bias)

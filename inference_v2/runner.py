@@ -13,6 +13,7 @@ from inference_v2 import sampler
 from inference_v2.batch import Batch, build_batch
 from inference_v2.cache import KVCache
 from inference_v2.head import Head
+from inference_v2.kernels import Kernels
 from inference_v2.models.spec import DecoderSpec
 from inference_v2.scheduler import Plan
 from inference_v2.scoring import ScoreJob
@@ -27,6 +28,9 @@ class DecoderLike(Protocol):
 
     @property
     def spec(self) -> DecoderSpec: ...
+
+    @property
+    def kernels(self) -> Kernels: ...
 
     def forward(self, batch: Batch, cache: KVCache, weights: ModelWeights, read: Any) -> Any: ...
 
@@ -84,32 +88,31 @@ class Runner:
             self._cache.copy_blocks(group, pairs)
         batch = build_batch(plan.chunks, len(self._num_blocks), self._block_size, self._device)
         self.num_forwards += 1
-        return self._decoder.forward(batch, self._cache, weights, lambda hidden, head: _read(plan, jobs, hidden, head))
+        return self._decoder.forward(batch, self._cache, weights, lambda hidden, head: self._read(plan, jobs, hidden, head))
 
-
-def _read(plan: Plan, jobs: Mapping[int, ScoreJob], hidden: Tensor, head: Head) -> list[DrawnToken]:
-    """hidden [S, H], in the order of the chunks' wanted positions."""
-    rows_at_once = head.rows_within(LOGIT_BYTES)
-    rows: list[int] = []
-    pairs: list[tuple[Sequence, Sequence]] = []  # (sample, its leader)
-    at = 0
-    for chunk in plan.chunks:
-        count = len(chunk.wanted)
-        if chunk.seq.score_start is not None:
-            jobs[chunk.seq.request_id].read(chunk, hidden[at : at + count], head, rows_at_once)
-        elif count:
-            alike = (*chunk.seq.forks, chunk.seq)  # forks first: they start from blocks that the leader may give up
-            pairs += [(seq, chunk.seq) for seq in alike]
-            rows += [at] * len(alike)
-        at += count
-    drawn: list[DrawnToken] = []
-    for i in range(0, len(rows), rows_at_once):
-        part = slice(i, i + rows_at_once)
-        logits = head.logits(hidden[torch.tensor(rows[part], device=hidden.device)])
-        tokens = sampler.draw(logits, [_draw_of(seq) for seq, _ in pairs[part]])
-        columns = zip(pairs[part], tokens.token_ids, tokens.logprobs, tokens.logprobs_raw)
-        drawn += [DrawnToken(seq, leader, token, logprob, raw) for (seq, leader), token, logprob, raw in columns]
-    return drawn
+    def _read(self, plan: Plan, jobs: Mapping[int, ScoreJob], hidden: Tensor, head: Head) -> list[DrawnToken]:
+        """hidden [S, H], in the order of the chunks' wanted positions."""
+        rows_at_once = head.rows_within(LOGIT_BYTES)
+        rows: list[int] = []
+        pairs: list[tuple[Sequence, Sequence]] = []  # (sample, its leader)
+        at = 0
+        for chunk in plan.chunks:
+            count = len(chunk.wanted)
+            if chunk.seq.score_start is not None:
+                jobs[chunk.seq.request_id].read(chunk, hidden[at : at + count], head, rows_at_once)
+            elif count:
+                alike = (*chunk.seq.forks, chunk.seq)  # forks first: they start from blocks that the leader may give up
+                pairs += [(seq, chunk.seq) for seq in alike]
+                rows += [at] * len(alike)
+            at += count
+        drawn: list[DrawnToken] = []
+        for i in range(0, len(rows), rows_at_once):
+            part = slice(i, i + rows_at_once)
+            logits = head.logits(hidden[torch.tensor(rows[part], device=hidden.device)])
+            tokens = sampler.draw(logits, [_draw_of(seq) for seq, _ in pairs[part]], self._decoder.kernels.sample)
+            columns = zip(pairs[part], tokens.token_ids, tokens.logprobs, tokens.logprobs_raw)
+            drawn += [DrawnToken(seq, leader, token, logprob, raw) for (seq, leader), token, logprob, raw in columns]
+        return drawn
 
 
 def _draw_of(seq: Sequence) -> sampler.Draw:

@@ -7,22 +7,18 @@ inverse-CDF walk in token-id order. Nothing depends on what else is in the batch
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from inference_v2.types import SamplingParams
 
-ROWS_AT_ONCE = 8  # rows of a pass: their temporaries stay in the CPU's cache
-SEGMENT = 256  # tokens of one step of the coarse walk
-MIN_CANDIDATES = 256  # tokens looked at first under truncation
-MORE_CANDIDATES = 16  # times as many where those do not decide
-MASS_SLACK = 1e-7  # a mass of top_p up to fp32 rounding is reached
+LEAST_TEMPERATURE = 1e-30  # what is above 0 must stay so in fp32
+Sample = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +31,6 @@ class Draw:
     tokens: Seq[int]  # prompt and output so far
     num_prompt: int
     suppressed: Collection[int] = ()
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling.temperature == 0.0
-
-    @property
-    def is_truncated(self) -> bool:
-        p = self.sampling
-        return not self.is_greedy and (p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0)
 
     @property
     def is_penalised(self) -> bool:
@@ -67,21 +54,35 @@ class Drawn:
     logprobs_raw: list[float]
 
 
-def draw(logits: Tensor, draws: Seq[Draw]) -> Drawn:
-    """logits fp32 [S, V], cut to the tokenizer's size; row s belongs to draws[s]."""
-    kinds = [(d.is_greedy, d.is_edited, d.is_truncated) for d in draws]
-    token_ids = torch.empty(len(draws), dtype=torch.int64, device=logits.device)
-    logprobs = torch.empty(len(draws), dtype=torch.float32, device=logits.device)
-    raw = torch.empty(len(draws), dtype=torch.float32, device=logits.device)
-    for kind in dict.fromkeys(kinds):
-        rows = [i for i, other in enumerate(kinds) if other == kind]
-        for start in range(0, len(rows), ROWS_AT_ONCE):
-            part = rows[start : start + ROWS_AT_ONCE]
-            index = torch.tensor(part, device=logits.device)
-            out = _draw_alike(logits[index], [draws[i] for i in part], *kind)
-            for target, values in zip((token_ids, logprobs, raw), out):
-                target[index] = values
-    return Drawn(token_ids.tolist(), logprobs.tolist(), raw.tolist())
+def draw(logits: Tensor, draws: Seq[Draw], sample: Sample) -> Drawn:
+    """logits fp32 [S, V], cut to the tokenizer's size; row s belongs to draws[s]. `sample` is a backend's (kernels.sampling)."""
+    edited = [i for i, d in enumerate(draws) if d.is_edited]
+    if edited and len(edited) < len(draws):  # the logits of rows that nothing edits are not copied
+        plain = [i for i, d in enumerate(draws) if not d.is_edited]
+        parts = [draw(logits[rows], [draws[i] for i in rows], sample) for rows in (plain, edited)]
+        return _interleave(parts, (plain, edited))
+    settings = [d.sampling for d in draws]
+    temperature = [0.0 if p.temperature == 0.0 else max(p.temperature, LEAST_TEMPERATURE) for p in settings]
+    columns = (
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.from_numpy(uniforms(draws)),
+        torch.tensor([min(p.top_k, logits.shape[-1]) for p in settings], dtype=torch.int64),
+        torch.tensor([p.top_p for p in settings], dtype=torch.float64),
+        torch.tensor([p.min_p for p in settings], dtype=torch.float64),
+    )
+    found = sample(logits, _edit(logits, draws) if edited else None, *(column.to(logits.device) for column in columns))
+    token_ids, logprobs, raw = (column.tolist() for column in found)
+    return Drawn(token_ids, logprobs, raw)
+
+
+def _interleave(parts: Seq[Drawn], places: Seq[Seq[int]]) -> Drawn:
+    """Rows of several draws, each back in its place."""
+    rows = [(0, 0.0, 0.0)] * sum(len(place) for place in places)
+    for part, place in zip(parts, places):
+        for i, row in zip(place, zip(part.token_ids, part.logprobs, part.logprobs_raw)):
+            rows[i] = row
+    token_ids, logprobs, raw = (list(column) for column in zip(*rows))
+    return Drawn(token_ids, logprobs, raw)
 
 
 def uniforms(draws: Seq[Draw]) -> np.ndarray:
@@ -101,120 +102,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def _draw_alike(
-    z: Tensor, draws: list[Draw], greedy: bool, edited: bool, truncated: bool
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """A few rows of one kind: (token ids, logprobs, raw logprobs)."""
-    temperature = torch.tensor([max(d.sampling.temperature, 1e-30) for d in draws], dtype=torch.float32, device=z.device)
-    if greedy:
-        temperature.fill_(1.0)
-    plain = _Scaled.of(z, temperature)
-    scaled = _Scaled.of(_edit(z, draws), temperature) if edited else plain
-    if greedy:
-        ids = scaled.values.argmax(-1)
-        logprobs = torch.where(scaled.mass.isfinite(), 0.0, torch.nan)
-    else:
-        u = torch.from_numpy(uniforms(draws)).to(z.device)
-        ids, mass = _truncated_walk(scaled, u, draws) if truncated else _walk(scaled, u)
-        logprobs = scaled.at(ids) - mass.log()
-    return ids, logprobs.float(), (plain.at(ids) - plain.mass.log()).float()
-
-
-@dataclass(frozen=True, slots=True)
-class _Scaled:
-    """values = (z - max z) / temperature <= 0, so that nothing overflows; weights = exp(values) in segments of the vocabulary;
-    sums over the segments and the whole in fp64."""
-
-    values: Tensor  # [R, V] fp32
-    weights: Tensor  # [R, V / SEGMENT, SEGMENT] fp32, zeros at the end
-    sums: Tensor  # [R, V / SEGMENT] fp64
-
-    @classmethod
-    def of(cls, z: Tensor, temperature: Tensor) -> _Scaled:
-        values = (z - z.amax(-1, keepdim=True)).div_(temperature[:, None])
-        weights = F.pad(values.exp(), (0, -z.shape[-1] % SEGMENT)).unflatten(-1, (-1, SEGMENT))
-        return cls(values, weights, weights.sum(-1, dtype=torch.float64))
-
-    def rows(self, index: Tensor) -> _Scaled:
-        return _Scaled(self.values[index], self.weights[index], self.sums[index])
-
-    @property
-    def mass(self) -> Tensor:  # [R] fp64
-        return self.sums.sum(-1)
-
-    def at(self, ids: Tensor) -> Tensor:  # [R] fp64
-        return self.values.gather(-1, ids[:, None]).squeeze(-1).double()
-
-
-def _pick(weights: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-    """weights fp64 [R, N], not all zero; u [R] in fp64 counts in units of weight. Returns the first n whose cumulative weight
-    exceeds u, and u minus the weight before it. An n of zero weight is never picked."""
-    cumulative = weights.cumsum(-1)
-    below_end = torch.nextafter(cumulative[:, -1], cumulative.new_zeros(()))
-    u = torch.minimum(u, below_end).clamp(min=0.0)[:, None]  # rounding must not leave the range
-    n = torch.searchsorted(cumulative, u, right=True).clamp(max=weights.shape[-1] - 1)
-    return n.squeeze(-1), (u - cumulative.gather(-1, n) + weights.gather(-1, n)).squeeze(-1)
-
-
-def _walk(scaled: _Scaled, u: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse CDF over the whole vocabulary, in two steps: (ids, mass)."""
-    mass = scaled.mass
-    segment, rest = _pick(scaled.sums, u * mass)
-    inside = scaled.weights[torch.arange(len(segment), device=u.device), segment].double()
-    offset, _ = _pick(inside, rest)
-    return (segment * SEGMENT + offset).clamp(max=scaled.values.shape[-1] - 1), mass
-
-
-def _truncated_walk(scaled: _Scaled, u: Tensor, draws: list[Draw]) -> tuple[Tensor, Tensor]:
-    """Top-k, top-p and min-p, then the inverse CDF over what is kept: (ids, mass kept)."""
-    size = scaled.values.shape[-1]
-    top_k = torch.tensor([min(d.sampling.top_k or size, size) for d in draws], device=u.device)
-    top_p = torch.tensor([d.sampling.top_p for d in draws], dtype=torch.float64, device=u.device)
-    min_p = torch.tensor([d.sampling.min_p for d in draws], dtype=torch.float64, device=u.device)
-    limits = (top_k, top_p, min_p)
-    ids = torch.empty_like(top_k)
-    mass = torch.empty_like(u)
-    open_rows = torch.arange(len(draws), device=u.device)
-    asked = max((d.sampling.top_k for d in draws if d.sampling.top_k < size), default=0)
-    count = max(MIN_CANDIDATES, asked + 1)
-    while len(open_rows):  # more candidates for the rows whose outcome they do not decide, in the end all tokens
-        part = scaled if len(open_rows) == len(draws) else scaled.rows(open_rows)
-        if count < size:
-            candidates = part.values.topk(count, sorted=False).indices
-        else:
-            candidates = torch.arange(size, device=u.device).expand(len(open_rows), -1)
-        found, kept, sure = _walk_candidates(part, candidates, u[open_rows], *(limit[open_rows] for limit in limits))
-        ids[open_rows], mass[open_rows] = found, kept
-        open_rows = open_rows[~sure]
-        count *= MORE_CANDIDATES
-    return ids, mass
-
-
-def _walk_candidates(
-    scaled: _Scaled, candidates: Tensor, u: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """candidates [R, C]: the C largest tokens of each row. Returns (ids, mass kept, whether the C decide the outcome)."""
-    ids = candidates.sort(-1).values
-    values, order = scaled.values.gather(-1, ids).double().sort(dim=-1, descending=True, stable=True)  # ties: lower id first
-    weights = values.exp()
-    place = torch.arange(values.shape[-1], device=u.device)
-    kept = place < top_k[:, None]
-    whole = torch.where(top_k < scaled.values.shape[-1], (weights * kept).sum(-1), scaled.mass)
-    before = (weights * kept).cumsum(-1) - weights
-    nucleus = (before < (top_p[:, None] - MASS_SLACK) * whole[:, None]) | (top_p[:, None] >= 1.0)
-    kept &= nucleus & (weights >= min_p[:, None])
-    kept[:, 0] = True
-    num_kept = kept.sum(-1, keepdim=True)
-    last_kept = values.gather(-1, num_kept - 1).squeeze(-1)
-    sure = (last_kept > values[:, -1]) | (values.shape[-1] == scaled.values.shape[-1])
-
-    by_id = torch.zeros_like(weights).scatter_(-1, order, weights * kept)
-    mass = by_id.sum(-1)
-    n, _ = _pick(by_id, u * mass)
-    return ids.gather(-1, n[:, None]).squeeze(-1), mass, sure
-
-
-def _edit(z: Tensor, draws: list[Draw]) -> Tensor:
+def _edit(z: Tensor, draws: Seq[Draw]) -> Tensor:
     """A copy of the logits after allowed / bad ids, min_new_tokens and penalties."""
     z = z.clone()
     size = z.shape[-1]

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from inference_v2.head import Head
-from inference_v2.linear import Linear, can_pack, pad_rows, safe_rows
+from inference_v2.kernels import REFERENCE, Kernels
+from inference_v2.linear import Linear, Pack, choose_pack, pad_rows, safe_rows
 from inference_v2.models.names import NORMS, check_names, head_bias_name, layer_names, layer_shapes
 from inference_v2.models.spec import DecoderSpec
 
@@ -86,8 +87,8 @@ class _PaddedHead(Head):
 
 
 class FusedWeights:
-    """The full copy in the compute dtype: projections merged, packed by oneDNN on CPUs where torch has the operators, the
-    head's rows kept in fp32 so that its logits are exact products of the (rounded) weights.
+    """The full copy in the compute dtype: projections merged, and packed on CPUs (`linear.choose_pack`; `packed` False: not). The
+    head's products are exact: its rounded rows are packed for fp32 sums where `kernels` can, and else held in fp32.
 
     Layer objects are made once and written over at each `refresh`. `batch_invariant` pads linears and head (linear.Linear).
     `version` is -1 before the first refresh and after `free`.
@@ -101,12 +102,14 @@ class FusedWeights:
         packed: bool | None = None,
         vocab_limit: int | None = None,
         batch_invariant: bool = False,
+        kernels: Kernels = REFERENCE,
     ) -> None:
         self.spec = spec
         self.dtype = dtype
         self.device = torch.device(device)
         self.version = -1
-        self._packed = self.device.type == "cpu" and can_pack(dtype) if packed is None else packed
+        self._kernels = kernels
+        self._pack = None if packed is False else choose_pack(kernels, dtype, self.device)
         self._rows = _head_rows(spec, vocab_limit)
         self._probed: dict[tuple[int, ...], int] | None = {} if batch_invariant else None
         self._embed: Tensor | None = None
@@ -122,11 +125,11 @@ class FusedWeights:
         check_names(self.spec, source.names())
         self.version = -1  # a refresh that fails half-way leaves no usable weights
         if not self._layers:
-            self._layers = [_new_layer(self._packed, self._probed) for _ in self.spec.layers]
+            self._layers = [_new_layer(self._pack, self._probed) for _ in self.spec.layers]
         with source.scope(""):
             self._embed = _copy(self._embed, _embedding(self.spec, source), self.dtype, self.device)
             self._final = _load_final(
-                self._final, self.spec, source, self.dtype, self.device, self._rows, self._embed, self._probed
+                self._final, self.spec, source, self.dtype, self.device, self._rows, self._embed, self._probed, self._kernels
             )
         for i, layer in enumerate(self._layers):
             with source.scope(self.spec.names.layer.format(i=i)):
@@ -150,8 +153,10 @@ class FusedWeights:
         if self._embed is None or self._final is None:
             return 0
         head = self._final.head
-        tensors = {t.data_ptr(): t.nbytes for t in (head.weight, head.bias, self._embed, self._final.norm) if t is not None}
-        return sum(tensors.values()) + sum(layer.nbytes for layer in self._layers)
+        held = [t for t in (head.weight, head.bias, self._embed, self._final.norm) if t is not None and not t.is_meta]
+        tensors = {t.data_ptr(): t.nbytes for t in held}
+        packed = 0 if head.product is None else head.weight.nbytes  # with rows of the compute dtype
+        return sum(tensors.values()) + packed + sum(layer.nbytes for layer in self._layers)
 
     def offload(self) -> None:
         """Move the copy to host memory until `onload` or the next `refresh`; on a CPU it is there already."""
@@ -195,11 +200,13 @@ class StreamedWeights:
         device: torch.device | str,
         vocab_limit: int | None = None,
         batch_invariant: bool = False,
+        kernels: Kernels = REFERENCE,
     ) -> None:
         check_names(spec, source.names())
         self.spec = spec
         self.version = version
         self._source = source
+        self._kernels = kernels
         self._dtype = dtype
         self._device = torch.device(device)
         self._rows = _head_rows(spec, vocab_limit)
@@ -214,7 +221,7 @@ class StreamedWeights:
     @contextmanager
     def layer(self, i: int) -> Iterator[LayerWeights]:
         if self._layer is None:
-            self._layer = _new_layer(False, self._probed)
+            self._layer = _new_layer(None, self._probed)
         with self._source.scope(self.spec.names.layer.format(i=i)):
             _load_layer(self._layer, self.spec, i, self._source, self._dtype, self._device)
             yield self._layer
@@ -222,15 +229,17 @@ class StreamedWeights:
     @contextmanager
     def final(self) -> Iterator[FinalWeights]:
         with self._source.scope(""):
-            yield _load_final(None, self.spec, self._source, self._dtype, self._device, self._rows, None, self._probed)
+            yield _load_final(
+                None, self.spec, self._source, self._dtype, self._device, self._rows, None, self._probed, self._kernels
+            )
 
     @property
     def nbytes(self) -> int:
         return 0 if self._layer is None else self._layer.nbytes
 
 
-def _new_layer(packed: bool, probed: dict[tuple[int, ...], int] | None) -> LayerWeights:
-    return LayerWeights(Linear(packed, probed), Linear(packed, probed), Linear(packed, probed), Linear(packed, probed))
+def _new_layer(pack: Pack | None, probed: dict[tuple[int, ...], int] | None) -> LayerWeights:
+    return LayerWeights(Linear(pack, probed), Linear(pack, probed), Linear(pack, probed), Linear(pack, probed))
 
 
 def _load_layer(
@@ -270,27 +279,41 @@ def _load_final(
     rows: int,
     embed: Tensor | None,
     probed: dict[tuple[int, ...], int] | None,
+    kernels: Kernels,
 ) -> FinalWeights:
     """`embed`: the copy to tie the head to, where one is kept. Head rows are rounded to the compute dtype, as the trainer's
-    are, and then held in fp32."""
+    are, and then packed for products with fp32 sums, or held in fp32."""
     old_head = None if old is None else old.head
     norm = _copy(None if old is None else old.norm, _fetch(source, spec.names.final_norm, (spec.hidden_size,)), dtype, device)
     bias = None
     if spec.head_bias:
         rounded = _fetch(source, head_bias_name(spec), (rows,), slice(0, rows)).to(dtype)
         bias = _copy(None if old_head is None else old_head.bias, rounded, torch.float32, device)
-    if spec.tie_word_embeddings and embed is not None and dtype == torch.float32:
+    can_pack_head = dtype == torch.bfloat16 and device.type == "cpu" and kernels.pack_linear is not None
+    if spec.tie_word_embeddings and embed is not None and (dtype == torch.float32 or can_pack_head):
         weight = embed[:rows]
+    elif can_pack_head:
+        name = spec.names.embed if spec.tie_word_embeddings else spec.names.head
+        weight = _fetch(source, name, (rows, spec.hidden_size), slice(0, rows)).to(dtype)
     else:
         name = spec.names.embed if spec.tie_word_embeddings else spec.names.head
         rounded = _fetch(source, name, (rows, spec.hidden_size), slice(0, rows)).to(dtype)
         weight = _copy(None if old_head is None else old_head.weight, rounded, torch.float32, device)
     head = Head(weight, bias, rows)
+    if can_pack_head:
+        return FinalWeights(norm, _detached(head.packed(kernels), embed))
     if probed is not None:
         if weight.shape not in probed:
             probed[weight.shape] = safe_rows(head.logits, weight.shape[1], torch.float32, device)
         head = _PaddedHead(weight, bias, rows, min_rows=probed[weight.shape])
     return FinalWeights(norm, head)
+
+
+def _detached(head: Head, embed: Tensor | None) -> Head:
+    """A packed head without the rows it was packed from, unless they are the embedding's."""
+    return (
+        head if embed is not None and head.weight.data_ptr() == embed.data_ptr() else replace(head, weight=head.weight.to("meta"))
+    )
 
 
 def _embedding(spec: DecoderSpec, source: WeightSource) -> Tensor:

@@ -1,46 +1,94 @@
 """One signature per operation, several backends. `reference` is plain PyTorch, written to be read; a fast backend is another
-`Kernels` value with the same contract (shapes and rounding are documented in reference.py)."""
+`Kernels` value with the same contract (shapes and rounding are documented in reference.py and sampling.py)."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inference_v2.kernels import reference
+from inference_v2.kernels.cpu import DTYPES as CPU_DTYPES
+from inference_v2.kernels.cpu import BuildError, CpuKernels, load_kernels
+from inference_v2.kernels.sampling import sample
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """The operations of a decoder layer that are not matrix products."""
+    """What a decoder needs beside plain matrix products."""
 
     name: str
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    rope: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-    write_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+    enter_attention: Callable[..., Tensor]
     paged_attention: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
+    sample: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    pack_linear: Callable[..., Callable[[Tensor], Tensor]] | None = None  # for bf16 weights; None: torch's linear layers
 
 
 REFERENCE = Kernels(
     name="reference",
     rms_norm=reference.rms_norm,
     add_rms_norm=reference.add_rms_norm,
-    rope=reference.rope,
-    write_kv=reference.write_kv,
+    enter_attention=reference.enter_attention,
     paged_attention=reference.paged_attention,
     silu_and_mul=reference.silu_and_mul,
+    sample=sample,
 )
 
-BACKENDS: dict[str, Kernels] = {"reference": REFERENCE}
+
+def cpu_kernels(march: str = "native") -> Kernels:
+    """The C++ kernels, compiled on first use. Raises BuildError."""
+    return _as_kernels(load_kernels(march))
 
 
-def get_kernels(name: str = "auto") -> Kernels:
-    """The backend called `name`; "auto" is the fastest one that runs here. Raises ValueError for an unknown name."""
-    if name == "auto":
-        return REFERENCE
-    if name not in BACKENDS:
+def _as_kernels(cpu: CpuKernels) -> Kernels:
+    return Kernels(
+        name="cpu",
+        rms_norm=cpu.rms_norm,
+        add_rms_norm=cpu.add_rms_norm,
+        enter_attention=cpu.enter_attention,
+        paged_attention=cpu.paged_attention,
+        silu_and_mul=cpu.silu_and_mul,
+        sample=cpu.sample,
+        pack_linear=cpu.pack_linear if cpu.linear_kind else None,
+    )
+
+
+BACKENDS = ("reference", "cpu")
+
+
+def get_kernels(
+    name: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
+) -> Kernels:  # fmt: skip
+    """The backend called `name`; "auto" is the fastest one that runs here. Raises ValueError for an unknown name, and for one
+    asked for by name that cannot run, with the reason."""
+    device = torch.device(device)
+    if name not in ("auto", *BACKENDS):
         raise ValueError(f"kernels={name!r}; allowed: auto, {', '.join(BACKENDS)}")
-    return BACKENDS[name]
+    if name == "reference":
+        return REFERENCE
+    if device.type != "cpu" or dtype not in CPU_DTYPES:
+        if name == "cpu":
+            given = f"device={device.type}, dtype={str(dtype).removeprefix('torch.')}"
+            raise ValueError(f"kernels=cpu with {given}; allowed: device cpu with float32 or bfloat16, or kernels=auto")
+        return REFERENCE
+    try:
+        return cpu_kernels()
+    except BuildError as error:
+        if name == "cpu":
+            raise ValueError(f"kernels=cpu: {error}; or use kernels=reference") from None
+        _say_once(str(error))
+        return REFERENCE
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    log.warning("the fast CPU kernels cannot be built, so the slow reference kernels run: %s", reason)

@@ -31,25 +31,45 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(residual, weight, eps), residual
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     """Rotate the first `rot` of each head's dimensions, half-split pairing (i, i + rot / 2) (https://arxiv.org/abs/2104.09864).
 
-    q [T, Hq, D], k [T, Hk, D]; cos, sin [P, rot / 2] in the activation dtype; positions [T]. Returns new tensors.
+    x [T, heads, D]; cos, sin [P, rot / 2] in the activation dtype; positions [T]. Returns a new tensor.
     """
     cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, rot / 2]
     half = cos.shape[-1]
-
-    def rotate(x: Tensor) -> Tensor:
-        first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
-
-    return rotate(q), rotate(k)
+    first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1)
 
 
-def write_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    """k, v [T, Hk, D] -> pools [blocks, block_size, Hk, D]; token t goes to slot `slots[t]` = block * block_size + offset."""
+def enter_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    positions: Tensor,
+    table: tuple[Tensor, Tensor] | None = None,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """All that lies between the qkv projection and attention: norms of each head, rotation, and the cache write.
+
+    q [T, Hq, D], k and v [T, Hk, D], possibly slices of one tensor; pools [blocks, block_size, Hk, D]; token t goes to slot
+    `slots[t]` = block * block_size + offset. `table` is (cos, sin) of `rope`, None for layers without positions; `q_norm`,
+    `k_norm` [D] are rms norms over the head dimension. Returns q, normed and rotated.
+    """
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps)
+    if table is not None:
+        q, k = rope(q, *table, positions), rope(k, *table, positions)
     k_pool.flatten(0, 1).index_copy_(0, slots, k)
     v_pool.flatten(0, 1).index_copy_(0, slots, v)
+    return q
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -29,10 +29,10 @@ def build_decoder(
 ) -> tuple[Decoder, FusedWeights] | tuple[ModuleDecoder, ModuleWeights]:
     """Weights are loaded, as version 0. Raises ValueError for an unregistered model type under `config.strict`, or with
     settings that only registered families honour."""
-    kernels = get_kernels(config.kernels)
+    kernels = get_kernels(config.kernels, device, dtype)
     if model.hf_config.model_type in REGISTRY or config.strict:
         spec = model.spec
-        weights = FusedWeights(spec, dtype, device, vocab_limit=model.vocab_limit, batch_invariant=config.batch_invariant)
+        weights = FusedWeights(spec, dtype, device, None, model.vocab_limit, config.batch_invariant, kernels)
         weights.refresh(model.source, version=0)
         positions = config.max_model_len or spec.max_position_embeddings
         return Decoder(spec, kernels, RopeTable.build(spec.rope, positions, dtype, device)), weights

@@ -75,15 +75,12 @@ class Decoder:
         spec, kernels, layer = self.spec, self.kernels, self.spec.layers[i]
         heads = w.qkv(x).unflatten(-1, (-1, spec.head_dim))  # [T, Hq + 2 Hk, D]
         q, k, v = heads.split([spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if w.q_norm is not None:
-            q = kernels.rms_norm(q, w.q_norm, spec.norm_eps)
-        if w.k_norm is not None:
-            k = kernels.rms_norm(k, w.k_norm, spec.norm_eps)
-        if layer.rope:
-            q, k = kernels.rope(q, k, self.rope_table.cos, self.rope_table.sin, batch.positions)
         k_pool, v_pool = cache.layer(i)
         group = batch.groups[layer.cache_group]
-        kernels.write_kv(k, v, k_pool, v_pool, group.slots)
+        table = (self.rope_table.cos, self.rope_table.sin) if layer.rope else None
+        q = kernels.enter_attention(
+            q, k, v, k_pool, v_pool, group.slots, batch.positions, table, w.q_norm, w.k_norm, spec.norm_eps
+        )
         scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         seen = kernels.paged_attention(
             q, k_pool, v_pool, batch.cu_query_lens, batch.context_lens, group.block_tables, scale, layer.window

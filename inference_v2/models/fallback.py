@@ -185,7 +185,7 @@ def _paged_attention(
     group = batch.groups[spec.cache_group]
     k_pool, v_pool = paged.cache.layer(layer)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    paged.kernels.write_kv(k, v, k_pool, v_pool, group.slots)
+    q = paged.kernels.enter_attention(q, k, v, k_pool, v_pool, group.slots, batch.positions)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     lens, tables = (batch.cu_query_lens, batch.context_lens), group.block_tables
     return paged.kernels.paged_attention(q, k_pool, v_pool, *lens, tables, scale, spec.window, softcap, s_aux)[None], None

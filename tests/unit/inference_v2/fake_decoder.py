@@ -12,6 +12,7 @@ import torch
 from inference_v2.config import EngineConfig
 from inference_v2.engine import InferenceEngine
 from inference_v2.head import Head
+from inference_v2.kernels import get_kernels
 from inference_v2.models.spec import DecoderSpec, LayerSpec, RopeSpec
 from inference_v2.types import SamplingParams
 
@@ -44,6 +45,7 @@ class FakeDecoder:
     def __init__(self, windows: tuple[int | None, ...] = (None,), max_positions: int = 512, logits=None) -> None:
         layers = tuple(LayerSpec(window=w, cache_group=g) for g, w in enumerate(windows))
         self.spec = DecoderSpec("fake", VOCAB, VOCAB, 1, 1, 1, 1, 1e-6, layers, RopeSpec("default", 1e4, 1), max_positions)
+        self.kernels = get_kernels()  # its sampler
         self.batches = []
         self.override = logits  # logits to return for every row instead
 

@@ -1,16 +1,28 @@
-"""The reference kernels against plain formulas, and the properties the engine builds on."""
+"""Every backend's kernels against plain formulas, against the reference, and the properties the engine builds on."""
 
 from __future__ import annotations
+
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from inference_v2.kernels import get_kernels
+from inference_v2.kernels import REFERENCE, Kernels, cpu_kernels, get_kernels
 from inference_v2.kernels.reference import KEY_TILE
 
-KERNELS = get_kernels("reference")
+KERNELS: Kernels = REFERENCE  # set for each test by the fixture `backend`
 BLOCK = 16
+# The C++ kernels as they are compiled for this CPU, and for CPUs without AMX and without AVX-512
+BUILDS = {"cpu": "native", "cpu without amx": "native,no-amx-tile,no-amx-bf16,no-amx-int8", "cpu with avx2": "haswell"}
+
+
+@pytest.fixture(autouse=True, params=["reference", *BUILDS])
+def backend(request, monkeypatch) -> Kernels:
+    """Every test runs with every backend."""
+    kernels = cpu_kernels(BUILDS[request.param]) if request.param in BUILDS else REFERENCE
+    monkeypatch.setattr(sys.modules[__name__], "KERNELS", kernels)
+    return kernels
 
 
 def paged(k: Tensor, v: Tensor, num_requests: int = 1) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,7 +34,7 @@ def paged(k: Tensor, v: Tensor, num_requests: int = 1) -> tuple[Tensor, Tensor, 
     positions = torch.arange(length)
     for r in range(requests):
         slots = tables[r][positions // BLOCK] * BLOCK + positions % BLOCK
-        KERNELS.write_kv(k[r], v[r], *pools, slots)
+        KERNELS.enter_attention(k[r], k[r], v[r], *pools, slots, positions)
     return pools[0], pools[1], tables.int()
 
 
@@ -50,6 +62,15 @@ def attend(q: Tensor, pools: tuple, chunks: list[tuple[int, int, int]], **kwargs
     rows = torch.cat([q[r, start:stop] for r, start, stop in chunks])
     tables = tables[[r for r, _, _ in chunks]]
     return KERNELS.paged_attention(rows, k_pool, v_pool, lens, context, tables, q.shape[-1] ** -0.5, **kwargs)
+
+
+def assert_equal(got: Tensor, want: Tensor) -> None:
+    """In bf16 bit for bit, where every operation is rounded; in fp32 up to the order of a sum and a fused multiply-add. The
+    reference is bit-equal in fp32 too."""
+    if got.dtype == torch.bfloat16 or KERNELS is REFERENCE:
+        assert torch.equal(got, want)
+    else:
+        torch.testing.assert_close(got, want, rtol=5e-7, atol=1e-6)
 
 
 def random_qkv(length: int, heads: int, kv_heads: int, head_dim: int, requests: int = 1, dtype=torch.float32) -> list[Tensor]:
@@ -113,22 +134,22 @@ def test_no_tokens_give_no_rows() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_is_the_llama_module_bit_for_bit(dtype: torch.dtype) -> None:
+def test_norm_is_the_llama_module(dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     module = LlamaRMSNorm(48, eps=1e-5).to(dtype)
     torch.nn.init.normal_(module.weight, generator=torch.Generator().manual_seed(0))
     x, residual = (3 * torch.randn(33, 48, generator=torch.Generator().manual_seed(i)).to(dtype) for i in (1, 2))
     weight = module.weight.detach()
-    assert torch.equal(KERNELS.rms_norm(x, weight, 1e-5), module(x))
+    assert_equal(KERNELS.rms_norm(x, weight, 1e-5), module(x))
     normed, total = KERNELS.add_rms_norm(x, residual, weight, 1e-5)
     assert torch.equal(total, residual + x)
-    assert torch.equal(normed, module(residual + x))
+    assert_equal(normed, module(residual + x))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rotary_dim", [16, 8, 6])
-def test_rope_is_the_module_rotation_bit_for_bit(rotary_dim: int, dtype: torch.dtype) -> None:
+def test_rope_is_the_module_rotation(rotary_dim: int, dtype: torch.dtype) -> None:
     """Whole heads and the partial rotation of phi3, at positions in any order."""
     from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
@@ -137,11 +158,17 @@ def test_rope_is_the_module_rotation_bit_for_bit(rotary_dim: int, dtype: torch.d
     angles = torch.arange(50)[:, None] * torch.rand(rotary_dim // 2, generator=generator)
     positions = torch.tensor([7, 0, 49, 3, 3, 12, 1, 30, 8])
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    got = KERNELS.rope(q, k, cos, sin, positions)
+    v, slots = torch.randn(9, 2, 16, generator=generator).to(dtype), torch.randperm(24)[:9]
+    k_pool, v_pool = torch.full((3, 8, 2, 16), float("nan"), dtype=dtype), torch.full((3, 8, 2, 16), float("nan"), dtype=dtype)
+    qkv = torch.cat([q, k, v], dim=1)  # slices of one tensor, as the decoder gives them
+    rotated = KERNELS.enter_attention(*qkv.split([4, 2, 2], dim=1), k_pool, v_pool, slots, positions, (cos, sin))
+    got = (rotated, k_pool.flatten(0, 1)[slots])
+    assert torch.equal(v_pool.flatten(0, 1)[slots], v)
     full = [torch.cat([table, table], dim=-1)[positions][None] for table in (cos, sin)]
     want = apply_rotary_pos_emb(q.transpose(0, 1)[None], k.transpose(0, 1)[None], *full)
+    assert k_pool.isnan().sum() == v_pool.isnan().sum() == (24 - 9) * 2 * 16
     for mine, theirs in zip(got, want):
-        assert torch.equal(mine, theirs[0].transpose(0, 1))
+        assert_equal(mine, theirs[0].transpose(0, 1))
 
 
 def test_silu_and_mul_splits_gate_first() -> None:
@@ -168,6 +195,109 @@ def test_rows_do_not_depend_on_threads_or_row_count() -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norms", [True, False])
+@pytest.mark.parametrize("head_dim", [64, 80, 20])
+def test_heads_are_normed_before_they_are_rotated_and_written(head_dim: int, norms: bool, dtype: torch.dtype) -> None:
+    """Against the reference, on slices of a wider tensor, with as many tokens as make threads share them."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(21, 8, head_dim, generator=generator).to(dtype)
+    angles = torch.arange(30)[:, None] * torch.rand(head_dim // 2, generator=generator)
+    table = (angles.cos().to(dtype), angles.sin().to(dtype))
+    weights = [torch.rand(head_dim, generator=generator).to(dtype) if norms else None for _ in range(2)]
+    positions, slots = torch.randint(30, (21,), generator=generator), torch.randperm(32, generator=generator)[:21]
+    found = []
+    for kernels in (KERNELS, REFERENCE):
+        pools = [torch.zeros(4, 8, 2, head_dim, dtype=dtype) for _ in range(2)]
+        q = kernels.enter_attention(*qkv.split([4, 2, 2], dim=1), *pools, slots, positions, table, *weights, 1e-5)
+        found.append((q, *pools))
+    for got, want in zip(*found):
+        assert_equal(got, want)
+
+
+@pytest.mark.parametrize(("length", "window"), [(1200, None), (1200, 700), (513, None), (64, None)])
+def test_long_decodes_have_the_bits_of_a_prefill_on_any_number_of_threads(length: int, window: int | None) -> None:
+    """A few long decodes are cut into pieces for threads to share; a prefill of the same tokens is not."""
+    q, k, v = random_qkv(length, 6, 2, 32, dtype=torch.bfloat16)
+    pools = paged(k, v)
+    whole = attend(q, pools, [(0, 0, length)], window=window)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for at in (0, length // 2, length - 1):
+                assert torch.equal(attend(q, pools, [(0, at, at + 1)], window=window)[0], whole[at])
+            assert torch.equal(attend(q, pools, [(0, 0, length)], window=window), whole)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (70, 48), (33, 100), (1, 32), (200, 577)])
+def test_packed_products_are_exact_and_a_row_is_alone_what_it_is_in_a_batch(
+    out_features: int, in_features: int, bias: bool
+) -> None:
+    if KERNELS.pack_linear is None:
+        pytest.skip("this build has no packed product")
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(out_features, in_features, generator=generator).bfloat16()
+    added = torch.randn(out_features, generator=generator).bfloat16() if bias else None
+    x = torch.randn(101, in_features + 3, generator=generator).bfloat16()[:, :in_features]  # rows lie apart
+    want = x.double() @ weight.double().T + (0 if added is None else added.double())
+    product = KERNELS.pack_linear(weight, added, torch.float32)
+    weight.fill_(float("nan"))  # the copy is private
+    whole = product(x)
+    torch.testing.assert_close(whole.double(), want, rtol=0, atol=2e-6 * float(want.abs().max()))
+    for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 100):
+        assert torch.equal(product(x[:rows]), whole[:rows])
+        assert torch.equal(product(x[101 - rows :]), whole[101 - rows :])
+    rounded = KERNELS.pack_linear(want.new_zeros(out_features, in_features).bfloat16(), added)(x)
+    assert rounded.dtype == torch.bfloat16
+    assert torch.equal(rounded, torch.zeros_like(rounded) + (0 if added is None else added))
+
+
+def test_a_product_next_to_onednn_leaves_its_tiles_alone() -> None:
+    """Both configure the tile registers of a thread, and oneDNN remembers what it configured."""
+    if KERNELS.pack_linear is None:
+        pytest.skip("this build has no packed product")
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(n, 160, generator=generator).bfloat16() for n in (96, 50))
+    want = torch.nn.functional.linear(x, weight)
+    for rows in (3, 17, 50):
+        KERNELS.pack_linear(weight, None)(x[:rows])
+        assert torch.equal(torch.nn.functional.linear(x, weight), want)
+
+
+@pytest.mark.parametrize("vocab", [1000, 257, 31])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p"),
+    [(1, 0, 1, 0), (0.7, 5, 1, 0), (1.3, 0, 0.9, 0), (1, 0, 1, 0.05), (0, 0, 1, 0), (1, 50, 0.5, 0.01), (1e-30, 0, 1, 0),
+     (5, 0, 0.999, 0), (1, 10**9, 0.5, 0.9)],
+)  # fmt: skip
+def test_tokens_and_logprobs_are_the_references(temperature: float, top_k: int, top_p: float, min_p: float, vocab: int) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    rows = 64
+    logits = 3 * torch.randn(rows, vocab, generator=generator)
+    logits[:, 3] = logits[:, 7]  # a tie
+    logits[5] = 0  # all tokens alike
+    logits[6, : vocab // 2] = -torch.inf
+    limits = (torch.full((rows,), float(temperature)), torch.rand(rows, dtype=torch.float64, generator=generator),
+              torch.full((rows,), top_k), torch.full((rows,), top_p, dtype=torch.float64),
+              torch.full((rows,), min_p, dtype=torch.float64))  # fmt: skip
+    for edited in (None, logits.masked_fill(torch.rand(rows, vocab, generator=generator) < 0.3, -torch.inf)):
+        got, want = KERNELS.sample(logits, edited, *limits), REFERENCE.sample(logits, edited, *limits)
+        assert torch.equal(got[0], want[0])
+        for mine, theirs in zip(got[1:], want[1:]):
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_float16_and_other_devices_get_the_reference_and_a_backend_asked_for_by_name_says_why_not() -> None:
+    assert get_kernels("auto", "cpu", torch.float16) is REFERENCE
+    assert get_kernels("auto", "cpu", torch.bfloat16).name == "cpu"
+    with pytest.raises(ValueError, match=r"kernels=cpu with device=cpu, dtype=float16; allowed: .* kernels=auto"):
+        get_kernels("cpu", "cpu", torch.float16)
+
+
 def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kernels='fast'; allowed: auto, reference"):
+    with pytest.raises(ValueError, match=r"kernels='fast'; allowed: auto, reference, cpu"):
         get_kernels("fast")

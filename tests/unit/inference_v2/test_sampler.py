@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import math
+import sys
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 
 from inference_v2 import sampler
-from inference_v2.sampler import Draw, draw, uniforms
+from inference_v2.kernels import get_kernels
+from inference_v2.kernels import sampling as reference_sampler
+from inference_v2.sampler import Draw, Drawn, uniforms
 from inference_v2.types import SamplingParams
 
 GRID = (np.arange(2000) + 0.5) / 2000
+
+
+def draw(logits: torch.Tensor, draws: list[Draw]) -> Drawn:
+    raise AssertionError("set by the fixture `backend`")
+
+
+@pytest.fixture(autouse=True, params=["reference", "cpu"])
+def backend(request, monkeypatch):
+    """Every test runs with every backend's sampler."""
+    sample = get_kernels(request.param).sample
+    monkeypatch.setattr(sys.modules[__name__], "draw", partial(sampler.draw, sample=sample))
 
 
 def row(sampling: SamplingParams, *, key=0, sample_index=0, tokens=(0,), num_prompt=1, suppressed=()) -> Draw:
@@ -104,7 +119,7 @@ def test_the_fast_path_and_the_full_sort_agree(monkeypatch):
     kinds = [SamplingParams(top_k=40), SamplingParams(top_p=0.9), SamplingParams(min_p=0.02), SamplingParams(top_k=20, top_p=0.5)]
     draws = [row(kinds[i % 4], key=i) for i in range(16)]
     fast = draw(z, draws)
-    monkeypatch.setattr(sampler, "MIN_CANDIDATES", 3000)
+    monkeypatch.setattr(reference_sampler, "MIN_CANDIDATES", 3000)
     full = draw(z, draws)
     assert fast.token_ids == full.token_ids
     assert fast.logprobs == pytest.approx(full.logprobs, abs=1e-6)
@@ -135,7 +150,7 @@ def test_the_ends_of_the_unit_interval_draw_tokens_that_have_mass(set_uniforms, 
 def test_a_rest_that_rounding_made_negative_or_too_large_still_picks_a_token_with_mass():
     weights = torch.tensor([[0.0, 1.0, 2.0, 0.0]], dtype=torch.float64)
     for u, expected in ((-1e-17, 1), (0.0, 1), (1.0, 2), (3.0, 2), (3.1, 2)):
-        assert sampler._pick(weights, torch.tensor([u], dtype=torch.float64))[0].item() == expected
+        assert reference_sampler._pick(weights, torch.tensor([u], dtype=torch.float64))[0].item() == expected
 
 
 def test_greedy_takes_the_lowest_of_equal_logits_and_reports_the_raw_logprob():

@@ -10,7 +10,8 @@ import torch
 from paged import ModuleSource, Runner
 from tiny import FAMILIES, tiny_model
 
-from inference_v2.linear import PROBED_ROWS, Linear, can_pack, pad_rows, safe_rows
+from inference_v2.kernels import get_kernels
+from inference_v2.linear import PROBED_ROWS, Linear, can_pack, packed_product, pad_rows, safe_rows
 from inference_v2.models import spec_of
 from inference_v2.models.names import check_names
 from inference_v2.weights import FusedWeights, StreamedWeights
@@ -214,12 +215,14 @@ def test_streamed_weights_keep_one_layer() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("packed", [False, True])
-def test_batch_invariant_linear_rows_have_one_value(packed: bool, dtype: torch.dtype) -> None:
-    if packed and not can_pack(dtype):
+@pytest.mark.parametrize("kind", ["plain", "onednn", "cpu"])
+def test_batch_invariant_linear_rows_have_one_value(kind: str, dtype: torch.dtype) -> None:
+    own = get_kernels("auto", "cpu", dtype).pack_linear if dtype == torch.bfloat16 else None
+    pack = {"plain": None, "onednn": packed_product if can_pack(dtype) else None, "cpu": own}[kind]
+    if pack is None and kind != "plain":
         pytest.skip("no packed linear for this dtype on this CPU")
     generator = torch.Generator().manual_seed(0)
-    linear = Linear(packed, {})
+    linear = Linear(pack, {})
     linear.load([torch.randn(48, 64, generator=generator)], [torch.randn(48, generator=generator)], dtype, CPU)
     x = torch.randn(150, 64, generator=generator).to(dtype)
     want = linear(x)

@@ -1,0 +1,222 @@
+"""The kernels in C++, for CPUs: `load_kernels` compiles them on first use. Their contract is that of reference.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inference_v2.kernels.cpu.build import BuildError, library
+
+__all__ = ["DTYPES", "BuildError", "CpuKernels", "load_kernels"]
+
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+class _EnterAttention(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("q", "k", "v", "q_out", "k_pool", "v_pool", "slots", "positions", "cos", "sin")),
+        *((name, c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, c_int64) for name in ("tokens", "num_heads", "num_kv_heads", "head_dim", "half")),
+        *((name, c_int64) for name in ("q_stride", "k_stride", "v_stride")),
+        ("eps", c_float),
+    ]
+
+
+class _Attention(Structure):
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in ("q", "k_pool", "v_pool", "out", "cu_query_lens", "context_lens", "block_tables", "sinks")
+        ),
+        *(
+            (name, c_int64)
+            for name in ("requests", "num_heads", "num_kv_heads", "head_dim", "block_size", "table_width", "window")
+        ),
+        ("scale", c_float),
+        ("softcap", c_float),
+    ]
+
+
+class _Linear(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "packed", "bias", "y")),
+        *((name, c_int64) for name in ("rows", "in_features", "out_features", "x_stride")),
+        ("y_is_float", c_int32),
+    ]
+
+
+class _Sample(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("logits", "edited", "temperature", "uniform", "top_p", "min_p", "top_k")),
+        *((name, c_void_p) for name in ("ids", "logprobs", "raw")),
+        ("rows", c_int64),
+        ("vocab", c_int64),
+    ]
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+def _dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return (x if dtype is None else x.to(dtype)).contiguous()
+
+
+def _heads(x: Tensor) -> Tensor:
+    """[T, heads, D] whose tokens may lie apart, but whose heads are one behind the other."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+class CpuKernels:
+    """One compiled library with the functions of `inference_v2.kernels.Kernels`; tensors on the CPU, fp32 or bf16."""
+
+    def __init__(self, march: str = "native") -> None:
+        self._library = lib = library(march)
+        f32, i64, pointer = c_float, c_int64, c_void_p
+        self._rms_norm = self._both("rms_norm", pointer, pointer, f32, pointer, i64, i64, i64)
+        self._add_rms_norm = self._both("add_rms_norm", pointer, pointer, pointer, f32, pointer, pointer, i64, i64)
+        self._silu_and_mul = self._both("silu_and_mul", pointer, pointer, i64, i64)
+        self._enter_attention = self._both("enter_attention", POINTER(_EnterAttention))
+        self._paged_attention = self._both("paged_attention", POINTER(_Attention), c_int)
+        self._linear = _function(lib.linear, POINTER(_Linear))
+        self._pack = _function(lib.linear_pack, pointer, pointer, i64, i64)
+        self._packed_size = _function(lib.linear_packed_size, i64, i64, result=i64)
+        self._sample = _function(lib.sample, POINTER(_Sample))
+        kind = _function(lib.linear_kind, result=c_char_p)().decode()
+        self.linear_kind: str | None = None if kind == "none" else kind  # amx, avx512_bf16
+
+    def _both(self, name: str, *arguments: Any) -> dict[torch.dtype, Callable[..., None]]:
+        return {dtype: _function(getattr(self._library, f"{name}_{suffix}"), *arguments) for dtype, suffix in DTYPES.items()}
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        dim = x.shape[-1]
+        rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, dim).contiguous()
+        y = torch.empty(x.shape, dtype=x.dtype)
+        stride = rows.stride(0) if rows.shape[0] > 1 else dim
+        self._rms_norm[x.dtype](rows.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), rows.shape[0], dim, stride)
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        x, residual = x.contiguous(), residual.contiguous()
+        y, total = torch.empty_like(x), torch.empty_like(x)
+        dim = x.shape[-1]
+        pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), total.data_ptr())
+        self._add_rms_norm[x.dtype](*pointers, x.numel() // dim, dim)
+        return y, total
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        gate_up = gate_up.contiguous()
+        rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
+        y = torch.empty(rows, dim, dtype=gate_up.dtype)
+        self._silu_and_mul[gate_up.dtype](gate_up.data_ptr(), y.data_ptr(), rows, dim)
+        return y
+
+    def enter_attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        slots: Tensor,
+        positions: Tensor,
+        table: tuple[Tensor, Tensor] | None = None,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        q, k, v = _heads(q), _heads(k), _heads(v)
+        tokens, num_heads, head_dim = q.shape
+        out = torch.empty(q.shape, dtype=q.dtype)
+        cos, sin = (None, None) if table is None else table
+        half = 0 if cos is None else cos.shape[-1]
+        arguments = _EnterAttention(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), slots.data_ptr(),
+            positions.data_ptr(), _pointer(cos), _pointer(sin), _pointer(q_norm), _pointer(k_norm), tokens, num_heads,
+            k.shape[1], head_dim, half, q.stride(0), k.stride(0), v.stride(0), eps,
+        )  # fmt: skip
+        self._enter_attention[q.dtype](byref(arguments))
+        return out
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        k_pool: Tensor,
+        v_pool: Tensor,
+        cu_query_lens: Tensor,
+        context_lens: Tensor,
+        block_tables: Tensor,
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        q, block_tables = q.contiguous(), _dense(block_tables, torch.int32)
+        cu_query_lens, context_lens = _dense(cu_query_lens, torch.int32), _dense(context_lens, torch.int32)
+        sinks = None if sinks is None else _dense(sinks, torch.float32)
+        out = torch.empty_like(q)
+        arguments = _Attention(
+            q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), cu_query_lens.data_ptr(),
+            context_lens.data_ptr(), block_tables.data_ptr(), _pointer(sinks), context_lens.shape[0], q.shape[1],
+            k_pool.shape[2], q.shape[2], k_pool.shape[1], block_tables.shape[1], window or 0, scale, softcap or 0.0,
+        )  # fmt: skip
+        self._paged_attention[q.dtype](byref(arguments), torch.get_num_threads())
+        return out
+
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype = torch.bfloat16
+    ) -> Callable[[Tensor], Tensor]:
+        """x [T, in] bf16 -> x @ weight.T + bias, in bf16 or fp32, with a private copy of `weight` [out, in] bf16. Sums are fp32,
+        in one order for every row count: a row's bits do not depend on the batch."""
+        out_features, in_features = weight.shape
+        packed = torch.empty(self._packed_size(out_features, in_features), dtype=torch.bfloat16)
+        self._pack(weight.contiguous().data_ptr(), packed.data_ptr(), out_features, in_features)
+        bias = None if bias is None else _dense(bias, torch.bfloat16)
+        linear, is_float = self._linear, out_dtype == torch.float32
+
+        def product(x: Tensor) -> Tensor:
+            x = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, in_features).contiguous()
+            rows = x.shape[0]
+            y = torch.empty(rows, out_features, dtype=out_dtype)
+            stride = x.stride(0) if rows > 1 else in_features
+            linear(byref(_Linear(x.data_ptr(), packed.data_ptr(), _pointer(bias), y.data_ptr(),
+                                 rows, in_features, out_features, stride, is_float)))  # fmt: skip
+            return y
+
+        return product
+
+    def sample(
+        self,
+        logits: Tensor,
+        edited: Tensor | None,
+        temperature: Tensor,
+        uniform: Tensor,
+        top_k: Tensor,
+        top_p: Tensor,
+        min_p: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows, vocab = logits.shape
+        logits, edited = logits.contiguous(), None if edited is None else edited.contiguous()
+        ids, logprobs, raw = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
+        arguments = _Sample(
+            logits.data_ptr(), _pointer(edited), temperature.data_ptr(), uniform.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+            top_k.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), raw.data_ptr(), rows, vocab,
+        )  # fmt: skip
+        self._sample(byref(arguments))
+        return ids, logprobs, raw
+
+
+@functools.cache
+def load_kernels(march: str = "native") -> CpuKernels:
+    """Raises BuildError."""
+    return CpuKernels(march)
+
+
+def _function(symbol: Any, *arguments: Any, result: Any = None) -> Any:
+    symbol.argtypes, symbol.restype = arguments, result
+    return symbol

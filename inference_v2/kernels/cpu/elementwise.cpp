@@ -1,0 +1,114 @@
+// Norms, activation, and what lies between the qkv projection and attention. Rounding follows reference.py step by step.
+#include "vec.h"
+
+namespace hybrid {
+
+constexpr int64_t ROWS_PER_TASK = 4;
+
+// y = weight * (x / rms(x)); x is rounded to T after the division, as the Hugging Face modules do
+template <class T>
+INLINE void norm_row(const T* x, const T* weight, float eps, T* y, int64_t dim) {
+    f32x16 squares{};
+    for (int64_t d = 0; d < dim; d += WIDTH) {
+        f32x16 v = load(x + d, dim - d);
+        squares += v * v;
+    }
+    float scale = 1.0f / std::sqrt(sum(squares) / (float)dim + eps);
+    for (int64_t d = 0; d < dim; d += WIDTH) {
+        f32x16 v = rounded<T>(load(x + d, dim - d) * scale);
+        store(y + d, load(weight + d, dim - d) * v, dim - d);
+    }
+}
+
+template <class T>
+void rms_norm(const T* x, const T* weight, float eps, T* y, int64_t rows, int64_t dim, int64_t x_stride) {
+#pragma omp parallel for schedule(static) if (rows > ROWS_PER_TASK)
+    for (int64_t i = 0; i < rows; i++) norm_row(x + i * x_stride, weight, eps, y + i * dim, dim);
+}
+
+template <class T>
+void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* y, T* total, int64_t rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (rows > ROWS_PER_TASK)
+    for (int64_t i = 0; i < rows; i++) {
+        const T *a = x + i * dim, *b = residual + i * dim;
+        T* s = total + i * dim;
+        for (int64_t d = 0; d < dim; d += WIDTH) store(s + d, load(b + d, dim - d) + load(a + d, dim - d), dim - d);
+        norm_row(s, weight, eps, y + i * dim, dim);
+    }
+}
+
+template <class T>
+void silu_and_mul(const T* gate_up, T* y, int64_t rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (rows > ROWS_PER_TASK)
+    for (int64_t i = 0; i < rows; i++) {
+        const T *gate = gate_up + i * 2 * dim, *up = gate + dim;
+        for (int64_t d = 0; d < dim; d += WIDTH) {
+            f32x16 g = load(gate + d, dim - d);
+            f32x16 active = rounded<T>(g / (1.0f + exp(-g)));
+            store(y + i * dim + d, active * load(up + d, dim - d), dim - d);
+        }
+    }
+}
+
+// Rotates x [dim] in place, half-split pairing
+template <class T>
+INLINE void rotate(T* x, const T* cos, const T* sin, int64_t half) {
+    for (int64_t d = 0; d < half; d += WIDTH) {
+        int64_t n = half - d;
+        f32x16 a = load(x + d, n), b = load(x + half + d, n), c = load(cos + d, n), s = load(sin + d, n);
+        store(x + d, rounded<T>(a * c) - rounded<T>(b * s), n);
+        store(x + half + d, rounded<T>(b * c) + rounded<T>(a * s), n);
+    }
+}
+
+struct EnterAttention {
+    const void *q, *k, *v;            // [T, heads, head_dim], rows `*_stride` apart
+    void *q_out, *k_pool, *v_pool;    // [T, num_heads, head_dim], [slots, num_kv_heads, head_dim]
+    const int64_t *slots, *positions;  // [T]
+    const void *cos, *sin;            // [P, half], or null
+    const void *q_norm, *k_norm;      // [head_dim], or null
+    int64_t tokens, num_heads, num_kv_heads, head_dim, half, q_stride, k_stride, v_stride;
+    float eps;
+};
+
+template <class T>
+void enter_attention(const EnterAttention& a) {
+    const int64_t dim = a.head_dim;
+    auto enter = [&](const T* x, const T* norm, T* y, int64_t token) {
+        if (norm)
+            norm_row(x, norm, a.eps, y, dim);
+        else
+            memcpy(y, x, dim * sizeof(T));
+        if (a.cos) {
+            int64_t row = a.positions[token] * a.half;
+            rotate(y, (const T*)a.cos + row, (const T*)a.sin + row, a.half);
+        }
+    };
+#pragma omp parallel for schedule(static) if (a.tokens > ROWS_PER_TASK)
+    for (int64_t t = 0; t < a.tokens; t++) {
+        const T *q = (const T*)a.q + t * a.q_stride, *k = (const T*)a.k + t * a.k_stride, *v = (const T*)a.v + t * a.v_stride;
+        T* q_out = (T*)a.q_out + t * a.num_heads * dim;
+        T* k_out = (T*)a.k_pool + a.slots[t] * a.num_kv_heads * dim;
+        T* v_out = (T*)a.v_pool + a.slots[t] * a.num_kv_heads * dim;
+        for (int64_t h = 0; h < a.num_heads; h++) enter(q + h * dim, (const T*)a.q_norm, q_out + h * dim, t);
+        for (int64_t h = 0; h < a.num_kv_heads; h++) enter(k + h * dim, (const T*)a.k_norm, k_out + h * dim, t);
+        memcpy(v_out, v, a.num_kv_heads * dim * sizeof(T));
+    }
+}
+
+}  // namespace hybrid
+
+#define FOR_EACH_DTYPE(X) X(float, f32) X(hybrid::bf16, bf16)
+#define EXPORT(T, name)                                                                                                        \
+    extern "C" void rms_norm_##name(const T* x, const T* weight, float eps, T* y, int64_t rows, int64_t dim, int64_t stride) { \
+        hybrid::rms_norm(x, weight, eps, y, rows, dim, stride);                                                                \
+    }                                                                                                                          \
+    extern "C" void add_rms_norm_##name(const T* x, const T* residual, const T* weight, float eps, T* y, T* total,             \
+                                        int64_t rows, int64_t dim) {                                                           \
+        hybrid::add_rms_norm(x, residual, weight, eps, y, total, rows, dim);                                                   \
+    }                                                                                                                          \
+    extern "C" void silu_and_mul_##name(const T* gate_up, T* y, int64_t rows, int64_t dim) {                                   \
+        hybrid::silu_and_mul(gate_up, y, rows, dim);                                                                           \
+    }                                                                                                                          \
+    extern "C" void enter_attention_##name(const hybrid::EnterAttention* a) { hybrid::enter_attention<T>(*a); }
+FOR_EACH_DTYPE(EXPORT)
