@@ -39,6 +39,7 @@ class _Attention(Structure):
         ),
         ("scale", c_float),
         ("softcap", c_float),
+        ("lse", c_void_p),
     ]
 
 
@@ -155,6 +156,7 @@ class CpuKernels:
         window: int | None = None,
         softcap: float | None = None,
         sinks: Tensor | None = None,
+        lse: Tensor | None = None,  # [T, Hq] fp32, written: the log-sum-exp of each query's scores, without the sink
     ) -> Tensor:
         q, block_tables = q.contiguous(), _dense(block_tables, torch.int32)
         cu_query_lens, context_lens = _dense(cu_query_lens, torch.int32), _dense(context_lens, torch.int32)
@@ -164,6 +166,7 @@ class CpuKernels:
             q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), cu_query_lens.data_ptr(),
             context_lens.data_ptr(), block_tables.data_ptr(), _pointer(sinks), context_lens.shape[0], q.shape[1],
             k_pool.shape[2], q.shape[2], k_pool.shape[1], block_tables.shape[1], window or 0, scale, softcap or 0.0,
+            _pointer(lse),
         )  # fmt: skip
         self._paged_attention[q.dtype](byref(arguments), torch.get_num_threads())
         return out

@@ -24,6 +24,7 @@ struct Attention {
     int64_t requests, num_heads, num_kv_heads, head_dim, block_size, table_width;
     int64_t window;  // 0: none
     float scale, softcap;  // softcap 0: none
+    float* lse;            // [T, num_heads], or null: log-sum-exp of a query's scores, without the sink
 };
 
 struct Unit {
@@ -267,6 +268,7 @@ class Worker {
         for (int64_t h = 0; h < group; h++) {
             int64_t head = u.kv_head * group + h;
             float share = 1.0f, mass = r.mass[h];
+            if (a.lse) a.lse[token * a.num_heads + head] = r.peak[h] + std::log(mass);
             if (a.sinks) {
                 float now = std::max(r.peak[h], a.sinks[head]);
                 share = exp(splat(r.peak[h] - now))[0];
