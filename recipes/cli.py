@@ -20,7 +20,7 @@ from typing import NoReturn
 from recipes import launch
 from recipes.settings import SettingsError
 
-COMMANDS = ("train", "generate", "evaluate", "export", "plot", "fetch_smollm2")
+COMMANDS = ("train", "generate", "evaluate", "export", "plot", "bench", "fetch_smollm2")
 OUR_PACKAGES = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("inference_v2", "hybrid", "trainers", "recipes"))
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
