@@ -1,7 +1,7 @@
 # make venv | demo | test | test-slow | check | clean.  Needs Python 3.11, make and the package index.
 #
 # On a GPU machine install your build of torch first and keep it:   make venv PYTHON=/path/to/python KEEP_TORCH=1
-# The environment then sees that Python's packages, and the torch line of constraints.txt is left out.
+# The environment then sees that Python's packages, and the torch and triton lines of constraints.txt are left out.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 KEEP_TORCH ?=
@@ -18,7 +18,7 @@ venv: $(INSTALLED)
 
 $(INSTALLED): constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv $(if $(KEEP_TORCH),--system-site-packages) $(VENV)
-	$(if $(KEEP_TORCH),grep -v '^torch==',cat) constraints.txt > $(VENV)/constraints.txt
+	$(if $(KEEP_TORCH),grep -Ev '^(torch|triton)==',cat) constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet --constraint $(VENV)/constraints.txt --editable '.[$(EXTRAS)]'
 	touch $@
 

@@ -20,8 +20,9 @@ class EngineConfig(BaseModel):
     max_running: int = Field(256, ge=1, description="sequences that may decode at once")
     max_step_tokens: int = Field(2048, ge=1, description="token budget of one step (prefill chunks and decodes together)")
     prefix_caching: bool = True
-    kernels: Literal["auto", "reference", "cpu"] = Field(
-        "auto", description="auto: C++ on a CPU (compiled once, into the user's cache), reference elsewhere or without a compiler"
+    kernels: Literal["auto", "reference", "cpu", "triton"] = Field(
+        "auto",
+        description="auto: C++ on a CPU (compiled once, into the user's cache), Triton on a GPU, reference where missing",
     )
     batch_invariant: bool = Field(False, description="pad linears to row counts whose bits do not depend on the batch")
     strict: bool = Field(False, description="refuse model types outside the registry instead of running the HF module")

@@ -15,6 +15,8 @@ from inference_v2.kernels import reference
 from inference_v2.kernels.cpu import DTYPES as CPU_DTYPES
 from inference_v2.kernels.cpu import BuildError, CpuKernels, load_kernels
 from inference_v2.kernels.sampling import sample
+from inference_v2.kernels.triton import TritonMissing
+from inference_v2.kernels.triton import load_kernels as load_triton
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +64,21 @@ def _as_kernels(cpu: CpuKernels) -> Kernels:
     )
 
 
-BACKENDS = ("reference", "cpu")
+def triton_kernels(device: torch.device | str, dtype: torch.dtype = torch.float32) -> Kernels:
+    """The Triton kernels, compiled on first use; also on CPU tensors under TRITON_INTERPRET=1. Raises TritonMissing."""
+    gpu = load_triton(torch.device(device), dtype)
+    return Kernels(
+        name="triton",
+        rms_norm=gpu.rms_norm,
+        add_rms_norm=gpu.add_rms_norm,
+        enter_attention=gpu.enter_attention,
+        paged_attention=gpu.paged_attention,
+        silu_and_mul=gpu.silu_and_mul,
+        sample=gpu.sample,
+    )
+
+
+BACKENDS = ("reference", "cpu", "triton")
 
 
 def get_kernels(
@@ -75,6 +91,14 @@ def get_kernels(
         raise ValueError(f"kernels={name!r}; allowed: auto, {', '.join(BACKENDS)}")
     if name == "reference":
         return REFERENCE
+    if name == "triton" or (name == "auto" and device.type == "cuda"):
+        try:
+            return triton_kernels(device, dtype)
+        except TritonMissing as error:
+            if name == "triton":
+                raise ValueError(f"kernels=triton: {error}; or use kernels=auto") from None
+            _say_once(f"the Triton kernels cannot run, so the slow reference kernels do: {error}")
+            return REFERENCE
     if device.type != "cpu" or dtype not in CPU_DTYPES:
         if name == "cpu":
             given = f"device={device.type}, dtype={str(dtype).removeprefix('torch.')}"
@@ -85,10 +109,10 @@ def get_kernels(
     except BuildError as error:
         if name == "cpu":
             raise ValueError(f"kernels=cpu: {error}; or use kernels=reference") from None
-        _say_once(str(error))
+        _say_once(f"the fast CPU kernels cannot be built, so the slow reference kernels run: {error}")
         return REFERENCE
 
 
 @functools.cache
 def _say_once(reason: str) -> None:
-    log.warning("the fast CPU kernels cannot be built, so the slow reference kernels run: %s", reason)
+    log.warning("%s", reason)

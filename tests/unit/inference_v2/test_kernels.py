@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from inference_v2.kernels import REFERENCE, Kernels, cpu_kernels, get_kernels
+from inference_v2.kernels import REFERENCE, Kernels, cpu_kernels, get_kernels, triton_kernels
 from inference_v2.kernels.reference import KEY_TILE
 
 KERNELS: Kernels = REFERENCE  # set for each test by the fixture `backend`
 BLOCK = 16
 # The C++ kernels as they are compiled for this CPU, and for CPUs without AMX and without AVX-512
 BUILDS = {"cpu": "native", "cpu without amx": "native,no-amx-tile,no-amx-bf16,no-amx-int8", "cpu with avx2": "haswell"}
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # a process of test_triton.py: only the Triton kernels, on fewer numbers
+BACKENDS = {"reference": lambda: REFERENCE} | {name: functools.partial(cpu_kernels, march) for name, march in BUILDS.items()}
+if INTERPRETED:
+    BACKENDS = {"triton": lambda: triton_kernels("cpu")}
+THREADS = (1,) if INTERPRETED else (1, 2, 5)
 
 
-@pytest.fixture(autouse=True, params=["reference", *BUILDS])
+@pytest.fixture(autouse=True, params=list(BACKENDS))
 def backend(request, monkeypatch) -> Kernels:
     """Every test runs with every backend."""
-    kernels = cpu_kernels(BUILDS[request.param]) if request.param in BUILDS else REFERENCE
+    kernels = BACKENDS[request.param]()
     monkeypatch.setattr(sys.modules[__name__], "KERNELS", kernels)
     return kernels
 
@@ -186,7 +193,7 @@ def test_rows_do_not_depend_on_threads_or_row_count() -> None:
     alone = [torch.cat([f(row) for row in x.split(1)]) for f in functions]
     threads = torch.get_num_threads()
     try:
-        for count in (1, 2, 5):
+        for count in THREADS:
             torch.set_num_threads(count)
             for f, want in zip(functions, alone):
                 assert torch.equal(f(x), want)
@@ -223,7 +230,7 @@ def test_long_decodes_have_the_bits_of_a_prefill_on_any_number_of_threads(length
     whole = attend(q, pools, [(0, 0, length)], window=window)
     threads = torch.get_num_threads()
     try:
-        for count in (1, 2, 5):
+        for count in THREADS:
             torch.set_num_threads(count)
             for at in (0, length // 2, length - 1):
                 assert torch.equal(attend(q, pools, [(0, at, at + 1)], window=window)[0], whole[at])
@@ -276,7 +283,7 @@ def test_a_product_next_to_onednn_leaves_its_tiles_alone() -> None:
 )  # fmt: skip
 def test_tokens_and_logprobs_are_the_references(temperature: float, top_k: int, top_p: float, min_p: float, vocab: int) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    rows = 64
+    rows = 8 if INTERPRETED else 64
     logits = 3 * torch.randn(rows, vocab, generator=generator)
     logits[:, 3] = logits[:, 7]  # a tie
     logits[5] = 0  # all tokens alike
@@ -291,6 +298,32 @@ def test_tokens_and_logprobs_are_the_references(temperature: float, top_k: int, 
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize(("top_k", "top_p", "min_p"), [(0, 1, 0), (700, 1, 0), (0, 0.95, 0), (5000, 0.9, 1e-3)])
+def test_a_large_vocabulary_full_of_ties(top_k: int, top_p: float, min_p: float) -> None:
+    """Ids in several pieces of a fast sampler, and many on the threshold: the lowest of those are kept."""
+    generator = torch.Generator().manual_seed(2)
+    rows, vocab = 3, 9001
+    logits = torch.randn(rows, vocab, generator=generator).mul(2).round() / 2
+    limits = (torch.full((rows,), 0.8), torch.tensor([0.1, 0.7, 0.9999], dtype=torch.float64), torch.full((rows,), top_k),
+              torch.full((rows,), top_p, dtype=torch.float64), torch.full((rows,), min_p, dtype=torch.float64))  # fmt: skip
+    got, want = KERNELS.sample(logits, None, *limits), REFERENCE.sample(logits, None, *limits)
+    assert torch.equal(got[0], want[0])
+    for mine, theirs in zip(got[1:], want[1:]):
+        torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0, 1), (1, 1), (1, 0.9)])
+def test_logits_that_are_not_finite_give_a_logprob_that_is_not(temperature: float, top_p: float) -> None:
+    logits = torch.zeros(3, 300)
+    logits[0, 5] = torch.nan
+    logits[1] = -torch.inf
+    wide = torch.full((3,), 0.5, dtype=torch.float64)
+    limits = (torch.full((3,), float(temperature)), wide, wide.long(), wide + (top_p - 0.5), wide * 0)
+    ids, logprobs, _ = KERNELS.sample(logits, None, *limits)
+    assert ((ids >= 0) & (ids < 300)).all()
+    assert torch.isfinite(logprobs).tolist() == [False, False, True]
+
+
 def test_float16_and_other_devices_get_the_reference_and_a_backend_asked_for_by_name_says_why_not() -> None:
     assert get_kernels("auto", "cpu", torch.float16) is REFERENCE
     assert get_kernels("auto", "cpu", torch.bfloat16).name == "cpu"
@@ -299,5 +332,5 @@ def test_float16_and_other_devices_get_the_reference_and_a_backend_asked_for_by_
 
 
 def test_unknown_backend_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"kernels='fast'; allowed: auto, reference, cpu"):
+    with pytest.raises(ValueError, match=r"kernels='fast'; allowed: auto, reference, cpu, triton"):
         get_kernels("fast")
