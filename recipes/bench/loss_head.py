@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         forward_backward()
         rose = peak_resident_bytes() - before
         seconds = seconds_of(forward_backward, args.repeats)
+        peak = peak_resident_bytes()
         gradients = hidden.nbytes + weight.numel() * 4
         chunk = min(args.tokens, tokens_per_chunk(Head(weight), args.chunk_tokens))
         floor = _floor(args, head_of_step(), hidden.detach(), chunk)
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "beyond_gradients_bytes": rose - gradients,
             "packed_head_bytes": 0 if head_of_step().product is None else weight.nbytes,
             "peak_was_reset": exact,
-            "peak_memory_bytes": peak_resident_bytes(),
+            "peak_memory_bytes": peak,
             "machine": machine(),
             "versions": versions(),
         }

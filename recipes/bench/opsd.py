@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "versions": versions(),
         }
         prompt = load_prompts(args.model, count=1, tokens=8)[0]
-        report["startup_s"] = startup(args.model, args.dtype, prompt, num_threads, args.startups)
+        report["startup_s"] = startup(args.model, args.dtype, prompt, args.threads, args.startups)
         if args.peer:
             job = {
                 "model": args.model,

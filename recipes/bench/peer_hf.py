@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.bench.peer_job import read_job, seconds_of, write_result
+from recipes.bench.peer_job import read_job, timed, write_result
 
 SCORE_ROWS = 16  # sequences of one forward pass
 
@@ -28,8 +28,8 @@ def main() -> None:
 def rollout(model: Any, job: dict[str, Any]) -> None:
     ids, mask = padded([prompt for prompt in job["prompts"] for _ in range(job["samples"])], left=True)
 
-    def generate(count: int, rows: slice = slice(None)) -> Any:
-        return model.generate(
+    def generate(count: int, rows: slice = slice(None)) -> int:
+        made = model.generate(
             input_ids=ids[rows],
             attention_mask=mask[rows],
             max_new_tokens=count,
@@ -39,22 +39,20 @@ def rollout(model: Any, job: dict[str, Any]) -> None:
             top_p=1.0,
             pad_token_id=0,
         )
+        return made[:, ids.shape[1] :].numel()
 
     generate(1, slice(1))
     first_token_at = time.time()
-    made = generate(job["new_tokens"])[:, ids.shape[1] :]
-    seconds = seconds_of(lambda: generate(job["new_tokens"]), job["repeats"])
-    write_result(("torch", "transformers"), seconds=seconds, tokens=made.numel(), first_token_at=first_token_at)
+    runs = timed(lambda: generate(job["new_tokens"]), job["repeats"])
+    write_result(("torch", "transformers"), **runs, first_token_at=first_token_at)
 
 
 def score(model: Any, job: dict[str, Any]) -> None:
     starts, sequences = job["starts"], job["sequences"]
-    tokens = 0
 
-    def logprobs() -> None:
-        nonlocal tokens
+    def logprobs(count: int = len(sequences)) -> int:
         tokens = 0
-        for first in range(0, len(sequences), SCORE_ROWS):
+        for first in range(0, count, SCORE_ROWS):
             part, begin = sequences[first : first + SCORE_ROWS], starts[first : first + SCORE_ROWS]
             ids, mask = padded(part, left=False)
             keep = ids.shape[1] - min(begin) + 1  # logits of prompts alone are not made
@@ -63,11 +61,11 @@ def score(model: Any, job: dict[str, Any]) -> None:
                 at = slice(start - min(begin), len(sequence) - min(begin))
                 targets = torch.tensor(sequence[start:])
                 tokens += row[at].float().log_softmax(-1).gather(-1, targets[:, None]).numel()
+        return tokens
 
-    logprobs()
+    logprobs(1)
     first_token_at = time.time()
-    seconds = seconds_of(logprobs, job["repeats"])
-    write_result(("torch", "transformers"), seconds=seconds, tokens=tokens, first_token_at=first_token_at)
+    write_result(("torch", "transformers"), **timed(logprobs, job["repeats"]), first_token_at=first_token_at)
 
 
 def padded(sequences: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:

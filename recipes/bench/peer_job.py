@@ -28,15 +28,15 @@ def write_result(packages: Sequence[str], **result: Any) -> None:
     Path(sys.argv[2]).write_text(json.dumps(result), encoding="utf-8")
 
 
-def seconds_of(work: Callable[[], object], repeats: int) -> list[float]:
-    """Each of `repeats` calls, after one that does not count."""
-    work()
-    found = []
+def timed(work: Callable[[], int], repeats: int) -> dict[str, Any]:
+    """The `seconds` of each of `repeats` calls, after one that does not count, and the `tokens` of which a call says that it
+    made them."""
+    tokens, seconds = work(), []
     for _ in range(repeats):
         start = time.perf_counter()
-        work()
-        found.append(time.perf_counter() - start)
-    return found
+        tokens = work()
+        seconds.append(time.perf_counter() - start)
+    return {"tokens": tokens, "seconds": seconds}
 
 
 def tree_peak_bytes() -> int:

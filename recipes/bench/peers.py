@@ -21,16 +21,13 @@ ROOT = Path(__file__).parents[2]
 def run_apart(
     module: str, job: Mapping[str, Any], *, python: str | None = None, environment: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """`python -m module JOB RESULT` with the job's threads; returns the result, with `startup_s` from before the
-    process was started to its `first_token_at`. Raises ValueError with the last line it said where it fails."""
-    python = python or sys.executable
+    """`python -m module JOB RESULT` in a folder of its own; returns the result, with `startup_s` from before the process was
+    started to its `first_token_at`. Raises ValueError with the last line it said where it fails."""
+    python = os.path.abspath(python or sys.executable)  # and not resolved: a link is what makes a virtual environment
+    if os.path.isdir(job["model"]):
+        job = {**job, "model": os.path.abspath(job["model"])}
     inherited = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}  # `hybrid` sets it for itself
-    own = {
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": str(job["threads"]),
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+    own = {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as folder:
         asked, answered, said = (Path(folder) / name for name in ("job.json", "result.json", "output"))
         asked.write_text(json.dumps(job), encoding="utf-8")
@@ -55,13 +52,13 @@ def run_apart(
     return {**result, "startup_s": result["first_token_at"] - start}
 
 
-def startup(model: str, dtype: str, prompt: tuple[int, ...], threads: int, repeats: int) -> dict[str, Any] | None:
+def startup(model: str, dtype: str, prompt: tuple[int, ...], threads: int | None, repeats: int) -> dict[str, Any] | None:
     """Seconds from the start of a fresh process to its first token; the first of `repeats` fills the caches of files and
     kernels where they are cold, so there is one more. None for no repeats."""
     if repeats == 0:
         return None
-    job = {"model": model, "dtype": dtype, "prompts": [prompt], "threads": threads}
-    own = {"OMP_WAIT_POLICY": "passive"}
+    job = {"model": model, "dtype": dtype, "prompts": [prompt]}
+    own = {"OMP_WAIT_POLICY": "passive", **_thread_limit(threads)}
     runs = [run_apart("recipes.bench.first_token", job, environment=own)["startup_s"] for _ in range(1 + repeats)]
     return spread(runs[1:])
 
@@ -77,7 +74,7 @@ def check_peer_options(args: argparse.Namespace) -> None:
 def run_peer(args: argparse.Namespace, job: Mapping[str, Any]) -> dict[str, Any]:
     """The peer that the options name, as a part of a report. Raises ValueError where it fails."""
     module = f"recipes.bench.peer_{args.peer}"
-    result = run_apart(module, job, python=args.peer_python, environment=dict(args.peer_env))
+    result = run_apart(module, job, python=args.peer_python, environment=_thread_limit(args.threads) | dict(args.peer_env))
     return {
         "name": args.peer,
         "tokens": result["tokens"],
@@ -88,3 +85,8 @@ def run_peer(args: argparse.Namespace, job: Mapping[str, Any]) -> dict[str, Any]
         "versions": result["versions"],
         "environment": dict(args.peer_env),
     }
+
+
+def _thread_limit(threads: int | None) -> dict[str, str]:
+    """Nothing where no number was asked for: a peer then chooses its own, as it is at its best."""
+    return {} if threads is None else {"OMP_NUM_THREADS": str(threads)}

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             per_second = report["weight_bytes_per_step"] / decode["step_ms"] * 1e3
             report["bandwidth_share"] = per_second / (report["machine"]["read_gb_per_s"] * 1e9)
         report["versions"] = versions()
-        report["startup_s"] = startup(args.model, args.dtype, prompts[0], num_threads, args.startups)
+        report["startup_s"] = startup(args.model, args.dtype, prompts[0], args.threads, args.startups)
         if args.peer:
             job = {
                 "work": "rollout",

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             floor = gemm_floor_ms(opened.fused, opened.engine.decoder.spec, computed, head_rows=tokens, passes=3)
             report |= {"gemm_floor_ms": floor, "over_floor": spread(seconds)["median"] * 1e3 / floor["median"]}
         report |= {"machine": machine(), "versions": versions()}
-        report["startup_s"] = startup(args.model, args.dtype, prompts[0], num_threads, args.startups)
+        report["startup_s"] = startup(args.model, args.dtype, prompts[0], args.threads, args.startups)
         if args.peer:
             job = {
                 "work": "score",

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         optimizer=OptimizerConfig(lr=1e-6),
         rollout=RolloutConfig(on_leave=args.on_leave),
     )
-    with threads(args.threads) as num_threads:
+    with threads(args.threads):
         engine = HybridEngine.from_pretrained(args.model, config)
         entered, left, stayed, resident = [], [], [], []
         gathered = copied = 0
@@ -67,5 +67,5 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "peak_memory_bytes": peak,
             "machine": machine(),
             "versions": versions(),
-            "startup_s": startup(args.model, args.dtype, prompt, num_threads, args.startups),
+            "startup_s": startup(args.model, args.dtype, prompt, args.threads, args.startups),
         }

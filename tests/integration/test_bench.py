@@ -118,9 +118,10 @@ def test_rollout_counts_prompts_times_samples_times_new_tokens(model, capsys):
     assert "ratio" not in report
 
 
-def test_rollout_beside_transformers_in_a_process_of_its_own(model, capsys):
+def test_rollout_beside_transformers_in_a_process_of_its_own(model, capsys, monkeypatch):
+    monkeypatch.chdir(model.parent)  # a relative path is meant from here
     argv = ("--samples", 2, "--new-tokens", 3, "--num-prompts", 2, "--prompt-tokens", 7, "--repeats", 2, "--threads", 1)
-    report = bench(capsys, "rollout", "--model", model, *argv, "--peer", "hf")
+    report = bench(capsys, "rollout", "--model", model.name, *argv, "--peer", "hf")
     assert report["prompt_tokens"] == [7, 7]
     assert report["tokens"] == report["peer"]["tokens"] == 2 * 2 * 3
     check_spread(report["peer"]["tokens_per_s"], 2)
@@ -406,15 +407,16 @@ def test_peers_import_nothing_of_ours_but_the_job():
         (["rollout", "--model", "MODEL", "--peer", "vllm", "--peer-env", "LD_PRELOAD"], "NAME=VALUE"),
         (["score", "--model", "MODEL", "--peer", "vllm"], "vllm"),
         (["opsd", "--model", "BARE"], "no tokenizer"),
+        (["opsd", "--model", "MODEL", "--prompts", "IDS"], "allowed here"),
         (["scaling", "--sizes", "huge"], "allowed: tiny"),
     ],
 )
 def test_bad_input_is_one_line(model, tmp_path_factory, capsys, argv, said):
+    places = {"MODEL": model, "BARE": tmp_path_factory.mktemp("bare"), "IDS": tmp_path_factory.mktemp("ids") / "prompts.jsonl"}
     if "BARE" in argv:
-        bare = tmp_path_factory.mktemp("bare")
-        save_tiny(bare, "llama", tokenizer=None)
-        argv = [str(bare) if text == "BARE" else text for text in argv]
-    assert said in refused(capsys, *[str(model) if text == "MODEL" else text for text in argv])
+        save_tiny(places["BARE"], "llama", tokenizer=None)
+    places["IDS"].write_text('{"prompt_ids": [5]}\n')
+    assert said in refused(capsys, *[str(places.get(text, text)) for text in argv])
 
 
 def test_a_peer_that_fails_is_named_with_its_last_words(model, capsys, tmp_path):
