@@ -24,6 +24,7 @@ class EngineConfig(BaseModel):
         "auto",
         description="auto: C++ on a CPU (compiled once, into the user's cache), Triton on a GPU, reference where missing",
     )
+    cuda_graphs: bool = Field(True, description="on a GPU with kernels=triton, capture decode steps as CUDA graphs")
     batch_invariant: bool = Field(False, description="pad linears to row counts whose bits do not depend on the batch")
     strict: bool = Field(False, description="refuse model types outside the registry instead of running the HF module")
     debug_poison: bool = Field(False, description="fill the KV pool with NaN before use (tests)")

@@ -59,7 +59,10 @@ class InferenceEngine:
         blocks = Blocks(
             num_blocks, spec.windows, config.block_size, prefix_caching=config.prefix_caching, version=weights.version
         )
-        self._runner = Runner(decoder, num_blocks, config.block_size, dtype, self.device, poison=config.debug_poison)
+        self._runner = Runner(
+            decoder, num_blocks, config.block_size, dtype, self.device,
+            poison=config.debug_poison, cuda_graphs=config.cuda_graphs,
+        )  # fmt: skip
         self._scheduler = Scheduler(blocks, config.max_running, config.max_step_tokens)
         self._door = Door(
             vocab_size=spec.vocab_size,

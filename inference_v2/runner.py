@@ -12,13 +12,15 @@ from torch import Tensor
 from inference_v2 import sampler
 from inference_v2.batch import Batch, build_batch
 from inference_v2.cache import KVCache
+from inference_v2.graphs import DecodeGraphs
 from inference_v2.head import Head
 from inference_v2.kernels import Kernels
+from inference_v2.models.decoder import Decoder
 from inference_v2.models.spec import DecoderSpec
 from inference_v2.scheduler import Plan
 from inference_v2.scoring import ScoreJob
 from inference_v2.sequence import Sequence
-from inference_v2.weights import ModelWeights
+from inference_v2.weights import FusedWeights, ModelWeights
 
 LOGIT_BYTES = 64 * 2**20  # logits that exist at once
 
@@ -58,6 +60,7 @@ class Runner:
         device: torch.device,
         *,
         poison: bool = False,
+        cuda_graphs: bool = True,
     ) -> None:
         self._decoder = decoder
         self._num_blocks = num_blocks
@@ -66,6 +69,9 @@ class Runner:
         self._device = device
         self._poison = poison
         self._cache: KVCache | None = None
+        # Only Triton's kernels never wait for the host. Tests set this on a CPU, where the buffers are static without a graph.
+        self._static_decodes = cuda_graphs and device.type == "cuda" and decoder.kernels.name == "triton"
+        self._graphs: DecodeGraphs | None = None
         self.num_forwards = 0
 
     @property
@@ -74,21 +80,45 @@ class Runner:
         return 0 if self._cache is None else self._cache.nbytes
 
     def release(self) -> None:
-        self._cache = None
+        self._cache, self._graphs = None, None
 
     @torch.no_grad()
     def run(self, plan: Plan, weights: ModelWeights, jobs: Mapping[int, ScoreJob]) -> list[DrawnToken]:
         """Compute the plan's tokens; draw the next token of every sequence that catches up and of the forks that wait for it,
         and fill the score jobs (by request id). An empty plan enters the scopes of all weights and does nothing else."""
         if self._cache is None:
+            num_blocks = [n + self._static_decodes for n in self._num_blocks]  # the last one is scratch
             self._cache = KVCache(
-                self._decoder.spec, self._num_blocks, self._block_size, self._dtype, self._device, poison=self._poison
+                self._decoder.spec, num_blocks, self._block_size, self._dtype, self._device, poison=self._poison
             )
         for group, pairs in enumerate(plan.copies):
             self._cache.copy_blocks(group, pairs)
-        batch = build_batch(plan.chunks, len(self._num_blocks), self._block_size, self._device)
         self.num_forwards += 1
+        if (graphs := self._graphs_for(plan, weights, self._cache)) is not None:
+            return self._replay(graphs, plan, weights, jobs)
+        batch = build_batch(plan.chunks, len(self._num_blocks), self._block_size, self._device)
         return self._decoder.forward(batch, self._cache, weights, lambda hidden, head: self._read(plan, jobs, hidden, head))
+
+    def _graphs_for(self, plan: Plan, weights: ModelWeights, cache: KVCache) -> DecodeGraphs | None:
+        """For a plain decode with weights whose addresses stay. What has moved since the last one is captured again."""
+        if not isinstance(self._decoder, Decoder) or not isinstance(weights, FusedWeights):
+            return None
+        if not self._static_decodes or not DecodeGraphs.takes(plan.chunks):
+            return None
+        if self._graphs is None or not self._graphs.serves(cache, weights):
+            self._graphs = None  # its memory first
+            self._graphs = DecodeGraphs(
+                self._decoder, cache, weights, self._block_size, self._num_blocks, self._device, LOGIT_BYTES
+            )
+        return self._graphs
+
+    def _replay(self, graphs: DecodeGraphs, plan: Plan, weights: ModelWeights, jobs: Mapping[int, ScoreJob]) -> list[DrawnToken]:
+        hidden, tokens = graphs.run(plan.chunks, [_draw_of(chunk.seq) for chunk in plan.chunks])
+        if tokens is None:
+            with weights.final() as final:
+                return self._read(plan, jobs, hidden, final.head)
+        columns = zip(plan.chunks, tokens.token_ids, tokens.logprobs, tokens.logprobs_raw)
+        return [DrawnToken(chunk.seq, chunk.seq, token, logprob, raw) for chunk, token, logprob, raw in columns]
 
     def _read(self, plan: Plan, jobs: Mapping[int, ScoreJob], hidden: Tensor, head: Head) -> list[DrawnToken]:
         """hidden [S, H], in the order of the chunks' wanted positions."""

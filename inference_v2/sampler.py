@@ -61,18 +61,23 @@ def draw(logits: Tensor, draws: Seq[Draw], sample: Sample) -> Drawn:
         plain = [i for i, d in enumerate(draws) if not d.is_edited]
         parts = [draw(logits[rows], [draws[i] for i in rows], sample) for rows in (plain, edited)]
         return _interleave(parts, (plain, edited))
-    settings = [d.sampling for d in draws]
-    temperature = [0.0 if p.temperature == 0.0 else max(p.temperature, LEAST_TEMPERATURE) for p in settings]
-    columns = (
-        torch.tensor(temperature, dtype=torch.float32),
-        torch.from_numpy(uniforms(draws)),
-        torch.tensor([min(p.top_k, logits.shape[-1]) for p in settings], dtype=torch.int64),
-        torch.tensor([p.top_p for p in settings], dtype=torch.float64),
-        torch.tensor([p.min_p for p in settings], dtype=torch.float64),
-    )
-    found = sample(logits, _edit(logits, draws) if edited else None, *(column.to(logits.device) for column in columns))
+    columns = (column.to(logits.device) for column in settings(draws, logits.shape[-1]))
+    found = sample(logits, _edit(logits, draws) if edited else None, *columns)
     token_ids, logprobs, raw = (column.tolist() for column in found)
     return Drawn(token_ids, logprobs, raw)
+
+
+def settings(draws: Seq[Draw], vocab_size: int) -> tuple[Tensor, ...]:
+    """(temperature, uniform, top_k, top_p, min_p) of each row, as a backend's `sample` takes them; on the host."""
+    params = [d.sampling for d in draws]
+    temperature = [0.0 if p.temperature == 0.0 else max(p.temperature, LEAST_TEMPERATURE) for p in params]
+    return (
+        torch.tensor(temperature, dtype=torch.float32),
+        torch.from_numpy(uniforms(draws)),
+        torch.tensor([min(p.top_k, vocab_size) for p in params], dtype=torch.int64),
+        torch.tensor([p.top_p for p in params], dtype=torch.float64),
+        torch.tensor([p.min_p for p in params], dtype=torch.float64),
+    )
 
 
 def _interleave(parts: Seq[Drawn], places: Seq[Seq[int]]) -> Drawn:

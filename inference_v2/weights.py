@@ -91,7 +91,7 @@ class FusedWeights:
     head's products are exact: its rounded rows are packed for fp32 sums where `kernels` can, and else held in fp32.
 
     Layer objects are made once and written over at each `refresh`. `batch_invariant` pads linears and head (linear.Linear).
-    `version` is -1 before the first refresh and after `free`.
+    `version` is -1 before the first refresh and after `free`. `placement` counts moves: while it stays, so do all addresses.
     """
 
     def __init__(
@@ -108,6 +108,7 @@ class FusedWeights:
         self.dtype = dtype
         self.device = torch.device(device)
         self.version = -1
+        self.placement = 0
         self._kernels = kernels
         self._pack = None if packed is False else choose_pack(kernels, dtype, self.device)
         self._rows = _head_rows(spec, vocab_limit)
@@ -168,6 +169,7 @@ class FusedWeights:
     def _move(self, device: torch.device) -> None:
         if self._embed is None or self._final is None or self._embed.device == device:
             return
+        self.placement += 1
         head, shared = self._final.head, self._final.head.weight.data_ptr() == self._embed.data_ptr()
         self._embed = self._embed.to(device)
         weight = self._embed[: head.weight.shape[0]] if shared else head.weight.to(device)
@@ -183,6 +185,7 @@ class FusedWeights:
     def free(self) -> None:
         """Drop everything; the next use needs a refresh."""
         self.version = -1
+        self.placement += 1
         self._embed, self._final, self._layers = None, None, []
 
 
