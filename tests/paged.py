@@ -44,11 +44,13 @@ class Runner:
     dtype: torch.dtype = torch.float32
     num_requests: int = 8
     max_len: int = 64
+    batch_invariant: bool = False
     computed: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.blocks = -(-self.max_len // BLOCK)
-        self.decoder = Decoder(self.spec, get_kernels(), RopeTable.build(self.spec.rope, self.max_len, self.dtype))
+        kernels = get_kernels("auto", "cpu", self.dtype, self.batch_invariant)
+        self.decoder = Decoder(self.spec, kernels, RopeTable.build(self.spec.rope, self.max_len, self.dtype))
         counts = [1 + self.num_requests * self.blocks] * len(self.spec.windows)
         self.cache = KVCache(self.spec, counts, BLOCK, self.dtype, "cpu", poison=True)
 

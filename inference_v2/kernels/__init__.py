@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inference_v2.kernels import reference
 from inference_v2.kernels.cpu import DTYPES as CPU_DTYPES
-from inference_v2.kernels.cpu import BuildError, CpuKernels, load_kernels
+from inference_v2.kernels.cpu import BuildError, load_kernels
 from inference_v2.kernels.sampling import sample
 from inference_v2.kernels.triton import TritonMissing
 from inference_v2.kernels.triton import load_kernels as load_triton
@@ -46,18 +46,17 @@ REFERENCE = Kernels(
 )
 
 
-def cpu_kernels(march: str = "native") -> Kernels:
-    """The C++ kernels, compiled on first use. Raises BuildError."""
-    return _as_kernels(load_kernels(march))
-
-
-def _as_kernels(cpu: CpuKernels) -> Kernels:
+def cpu_kernels(march: str = "native", batch_invariant: bool = True) -> Kernels:
+    """The C++ kernels, compiled on first use. Without `batch_invariant`, attention of single tokens takes the way that is faster
+    for them, so that a token has other bits in a prefill than in a decode. Raises BuildError."""
+    cpu = load_kernels(march)
+    attention = cpu.paged_attention if batch_invariant else functools.partial(cpu.paged_attention, tiles_from=2)
     return Kernels(
         name="cpu",
         rms_norm=cpu.rms_norm,
         add_rms_norm=cpu.add_rms_norm,
         enter_attention=cpu.enter_attention,
-        paged_attention=cpu.paged_attention,
+        paged_attention=attention,
         silu_and_mul=cpu.silu_and_mul,
         sample=cpu.sample,
         pack_linear=cpu.pack_linear if cpu.linear_kind else None,
@@ -82,8 +81,11 @@ BACKENDS = ("reference", "cpu", "triton")
 
 
 def get_kernels(
-    name: str = "auto", device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
-) -> Kernels:  # fmt: skip
+    name: str = "auto",
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    batch_invariant: bool = False,
+) -> Kernels:
     """The backend called `name`; "auto" is the fastest one that runs here. Raises ValueError for an unknown name, and for one
     asked for by name that cannot run, with the reason."""
     device = torch.device(device)
@@ -105,7 +107,7 @@ def get_kernels(
             raise ValueError(f"kernels=cpu with {given}; allowed: device cpu with float32 or bfloat16, or kernels=auto")
         return REFERENCE
     try:
-        return cpu_kernels()
+        return cpu_kernels(batch_invariant=batch_invariant)
     except BuildError as error:
         if name == "cpu":
             raise ValueError(f"kernels=cpu: {error}; or use kernels=reference") from None

@@ -8,6 +8,7 @@ from paged import ModuleSource, Runner
 from tiny import FAMILIES, tiny_config, tiny_model
 from torch import Tensor
 
+from inference_v2.kernels import get_kernels
 from inference_v2.models import spec_of
 from inference_v2.models.families import exaone4_layer_types
 from inference_v2.rope import force_table
@@ -52,11 +53,14 @@ def build(family: str, dtype: torch.dtype = torch.float32, **overrides: object) 
     return tiny_model(family, dtype=dtype, **overrides)
 
 
-def runner(model: torch.nn.Module, dtype: torch.dtype = torch.float32, **kwargs) -> Runner:
+def runner(
+    model: torch.nn.Module, dtype: torch.dtype = torch.float32, *, batch_invariant: bool = False, **kwargs
+) -> Runner:  # fmt: skip
     spec = spec_of(model.config)
-    weights = FusedWeights(spec, dtype, "cpu", **kwargs)
+    kernels = get_kernels("auto", "cpu", dtype, batch_invariant)
+    weights = FusedWeights(spec, dtype, "cpu", batch_invariant=batch_invariant, kernels=kernels, **kwargs)
     weights.refresh(ModuleSource(model), version=0)
-    return Runner(spec, weights, dtype)
+    return Runner(spec, weights, dtype, batch_invariant=batch_invariant)
 
 
 def hf_logits(model: torch.nn.Module, ids: Tensor) -> Tensor:

@@ -3,224 +3,71 @@
 // A unit of work is a few consecutive query tokens of one request and one kv head. Its keys are walked in tiles of TILE keys
 // at absolute positions, in splits of SPLIT keys that are merged in order: what a row computes depends on its own position
 // alone, not on the batch, the chunk or the thread that computes it, and a single long request still has work for all threads.
-#include <algorithm>
-#include <vector>
+#include "attention.h"
 
-#include "vec.h"
+#include <memory>
+#include <type_traits>
+
+#include "attention_amx.h"
 
 namespace hybrid {
 
-constexpr int TILE = 64;     // keys
 constexpr int SPLIT = 512;   // keys whose running softmax is kept on its own
-constexpr int QUERIES = 16;  // query tokens that share a tile's keys and values
-constexpr int HEADS = 4;     // heads of one token that are computed together
-constexpr float FAR = -1e30f;  // running maximum before any key: finite, so that FAR - FAR is 0
-
-struct Attention {
-    const void *q, *k_pool, *v_pool;  // [T, num_heads, head_dim], [blocks, block_size, num_kv_heads, head_dim]
-    void* out;                        // [T, num_heads, head_dim]
-    const int32_t *cu_query_lens, *context_lens, *block_tables;  // [R + 1], [R], [R, table_width]
-    const float* sinks;                                          // [num_heads], or null
-    int64_t requests, num_heads, num_kv_heads, head_dim, block_size, table_width;
-    int64_t window;  // 0: none
-    float scale, softcap;  // softcap 0: none
-    float* lse;            // [T, num_heads], or null: log-sum-exp of a query's scores, without the sink
-};
+constexpr int QUERIES = 32;  // query tokens that share a tile's keys and values, at most TILE
 
 struct Unit {
     int32_t request, kv_head, first, count, split;  // query tokens first : first + count of the request; split -1: all of them
 };
 
-// The running softmax of the heads of one query token
-struct Rows {
-    float *peak, *mass, *total;  // [group], [group], [group, padded head_dim]
-};
-
-template <class T>
-struct Keys {
-    const T* k[TILE];
-    const T* v[TILE];
-    int64_t first;  // absolute position of k[0]
-};
-
-// scores[h][0 : 16] of 16 keys, four at a time; DV vectors a head
-template <class T, int DV, int H>
-INLINE void dot_products(const T* const* keys, const float* q, int64_t padded, int64_t dim, f32x16* scores) {
-    f32x16 products[H][WIDTH];
-    const int64_t vectors = DV ? DV : padded / WIDTH;
-    for (int i = 0; i < WIDTH; i += 4) {
-        f32x16 acc[4][H] = {};
-        for (int64_t d = 0; d < vectors; d++) {
-            f32x16 k[4];
-            for (int j = 0; j < 4; j++) k[j] = DV ? load(keys[i + j] + d * WIDTH) : load(keys[i + j] + d * WIDTH, dim - d * WIDTH);
-            for (int h = 0; h < H; h++) {
-                f32x16 x = load(q + h * padded + d * WIDTH);
-                for (int j = 0; j < 4; j++) acc[j][h] += x * k[j];
-            }
-        }
-        for (int h = 0; h < H; h++)
-            for (int j = 0; j < 4; j++) products[h][i + j] = acc[j][h];
-    }
-    for (int h = 0; h < H; h++) scores[h] = sum_rows(products[h]);
-}
-
-// One tile's keys low : high (of the tile) for H heads of one query token
-template <class T, int DV, int H>
-void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, const float* q, int64_t padded, float* peak,
-                 float* mass, float* total) {
-    const int64_t dim = a.head_dim, vectors = DV ? DV : padded / WIDTH;
-    float weights[H][TILE];
-    for (int i = low / WIDTH * WIDTH; i < high; i += WIDTH) {
-        const T* rows[WIDTH];  // a key that must not be seen is not read
-        for (int j = 0; j < WIDTH; j++) rows[j] = keys.k[std::min(std::max(i + j, low), high - 1)];
-        f32x16 scores[H];
-        dot_products<T, DV, H>(rows, q, padded, dim, scores);
-        for (int h = 0; h < H; h++) store(&weights[h][i], scores[h]);
-    }
-    f32x16 lanes;
-    for (int j = 0; j < WIDTH; j++) lanes[j] = j;
-    for (int h = 0; h < H; h++) {
-        f32x16 top = splat(FAR);
-        for (int i = low / WIDTH * WIDTH; i < high; i += WIDTH) {
-            f32x16 s = load(&weights[h][i]) * a.scale, at = lanes + (float)i;
-            if (a.softcap != 0)
-                for (int j = 0; j < WIDTH; j++) s[j] = std::tanh(s[j] / a.softcap) * a.softcap;
-            s = at < (float)low ? splat(-INFINITY) : s;
-            s = at >= (float)high ? splat(-INFINITY) : s;
-            store(&weights[h][i], s);
-            top = maximum(top, s);
-        }
-        float old = peak[h], now = std::max(old, maximum(top));
-        f32x16 sums{};
-        for (int i = low / WIDTH * WIDTH; i < high; i += WIDTH) {
-            f32x16 w = exp(load(&weights[h][i]) - now);
-            store(&weights[h][i], w);
-            sums += w;
-        }
-        float shrink = exp(splat(old - now))[0];
-        mass[h] = mass[h] * shrink + sum(sums);
-        peak[h] = now;
-        if (shrink != 1.0f)
-            for (int64_t d = 0; d < padded; d += WIDTH) store(total + h * padded + d, load(total + h * padded + d) * shrink);
-    }
-    if (DV) {
-        f32x16 acc[H][DV ? DV : 1];
-        for (int h = 0; h < H; h++)
-            for (int d = 0; d < DV; d++) acc[h][d] = load(total + h * padded + d * WIDTH);
-        for (int i = low; i < high; i++)
-            for (int d = 0; d < DV; d++) {
-                f32x16 v = load(keys.v[i] + d * WIDTH);
-                for (int h = 0; h < H; h++) acc[h][d] += weights[h][i] * v;
-            }
-        for (int h = 0; h < H; h++)
-            for (int d = 0; d < DV; d++) store(total + h * padded + d * WIDTH, acc[h][d]);
-    } else {
-        for (int i = low; i < high; i++)
-            for (int64_t d = 0; d < vectors; d++) {
-                f32x16 v = load(keys.v[i] + d * WIDTH, dim - d * WIDTH);
-                for (int h = 0; h < H; h++) {
-                    float* t = total + h * padded + d * WIDTH;
-                    store(t, load(t) + weights[h][i] * v);
-                }
-            }
-    }
-}
-
-template <class T, int DV>
-void attend_heads(const Attention& a, const Keys<T>& keys, int low, int high, const float* q, int64_t padded, int64_t group,
-                  const Rows& rows) {
-    for (int64_t h = 0; h < group;) {
-        int64_t many = std::min<int64_t>(HEADS, group - h);
-        if (DV > 5) many = std::min<int64_t>(many, 2);  // accumulators must fit the registers
-        const float* x = q + h * padded;
-        float *peak = rows.peak + h, *mass = rows.mass + h, *total = rows.total + h * padded;
-        switch (many) {
-            case 1: attend_tile<T, DV, 1>(a, keys, low, high, x, padded, peak, mass, total); break;
-            case 2: attend_tile<T, DV, 2>(a, keys, low, high, x, padded, peak, mass, total); break;
-            case 3: attend_tile<T, DV, 3>(a, keys, low, high, x, padded, peak, mass, total); break;
-            default: attend_tile<T, DV, 4>(a, keys, low, high, x, padded, peak, mass, total);
-        }
-        h += many;
-    }
-}
-
-template <class T>
-using AttendHeads = void (*)(const Attention&, const Keys<T>&, int, int, const float*, int64_t, int64_t, const Rows&);
-
-template <class T>
-AttendHeads<T> attend_heads_for(int64_t dim) {
-    switch (dim) {
-        case 32: return attend_heads<T, 2>;
-        case 64: return attend_heads<T, 4>;
-        case 80: return attend_heads<T, 5>;
-        case 96: return attend_heads<T, 6>;
-        case 128: return attend_heads<T, 8>;
-        default: return attend_heads<T, 0>;
-    }
-}
-
-// Adds the softmax of later keys (part) to that of earlier ones (rows)
-INLINE void merge(const Rows& rows, const Rows& part, int64_t group, int64_t padded) {
-    for (int64_t h = 0; h < group; h++) {
-        float now = std::max(rows.peak[h], part.peak[h]);
-        float old_share = exp(splat(rows.peak[h] - now))[0], new_share = exp(splat(part.peak[h] - now))[0];
-        rows.mass[h] = rows.mass[h] * old_share + part.mass[h] * new_share;
-        rows.peak[h] = now;
-        for (int64_t d = h * padded; d < (h + 1) * padded; d += WIDTH)
-            store(rows.total + d, load(rows.total + d) * old_share + load(part.total + d) * new_share);
-    }
-}
-
 template <class T>
 class Worker {
    public:
-    Worker(const Attention& a)
-        : a(a), group(a.num_heads / a.num_kv_heads), padded((a.head_dim + WIDTH - 1) / WIDTH * WIDTH), state(group * (2 + padded)),
-          attend(attend_heads_for<T>(a.head_dim)), queries(QUERIES * group * padded), running(QUERIES * state), merged(QUERIES * state) {}
-
-    int64_t state_size() const { return state; }
-
-    Rows rows(float* base, int64_t i) const {
-        float* at = base + i * state;
-        return {at + group * padded, at + group * padded + group, at};
+    // For units of at most `most` query tokens
+    Worker(const Attention& a, int most)
+        : a(a), group(a.num_heads / a.num_kv_heads), padded((a.head_dim + WIDTH - 1) / WIDTH * WIDTH),
+          vector_tile(attend_rows_for<T>(a.head_dim)), queries(most * group * padded), running(most * group + 15, padded),
+          merged(most * group, padded) {
+#if defined(__AMX_BF16__)
+        if (std::is_same<T, bf16>::value && AmxTile::serves(a.head_dim)) {
+            amx.reset(new AmxTile(a.head_dim, most * group));
+        }
+#endif
     }
 
-    void clear(const Rows& r) const {
-        std::fill(r.peak, r.peak + group, FAR);
-        std::fill(r.mass, r.mass + group, 0.0f);
-        std::fill(r.total, r.total + group * padded, 0.0f);
-    }
+    int64_t state_size() const { return group * (padded + 2); }
 
     // All splits of the unit, merged in order, then written
     void run(const Unit& u) {
         begin(u);
-        for (int i = 0; i < u.count; i++) clear(rows(merged.data(), i));
+        merged.clear(u.count * group, padded);
         for (int64_t s = lowest / SPLIT; s <= highest / SPLIT; s++) {
             one_split(u, s);
             for (int i = 0; i < u.count; i++)
-                if (sees(u, i, s)) merge(rows(merged.data(), i), rows(running.data(), i), group, padded);
+                if (sees(u, i, s)) merge(i * group, running.total.data(), running.peak.data(), running.mass.data(), i * group);
         }
-        for (int i = 0; i < u.count; i++) finish(u, i, rows(merged.data(), i));
+        for (int i = 0; i < u.count; i++) finish(u, i);
     }
 
-    // One split of a unit of one query, left in `out` [state]
+    // One split of a unit of one query, left in `out` [group x (total, peak, mass)]
     void run_split(const Unit& u, float* out) {
         begin(u);
         one_split(u, u.split);
-        std::copy(running.begin(), running.begin() + state, out);
+        out = std::copy(running.total.begin(), running.total.begin() + group * padded, out);
+        out = std::copy(running.peak.begin(), running.peak.begin() + group, out);
+        std::copy(running.mass.begin(), running.mass.begin() + group, out);
     }
 
     // Merge the splits of a unit of one query from `parts` [splits, state]
-    void finish_splits(const Unit& u, float* parts, int64_t first, int64_t last) {
-        Rows all = rows(merged.data(), 0);
-        clear(all);
-        for (int64_t s = first; s <= last; s++) merge(all, rows(parts, s - first), group, padded);
-        finish(u, 0, all);
+    void finish_splits(const Unit& u, const float* parts, int64_t splits) {
+        merged.clear(group, padded);
+        for (int64_t s = 0; s < splits; s++, parts += state_size())
+            merge(0, parts, parts + group * padded, parts + group * (padded + 1), 0);
+        finish(u, 0);
     }
 
     int64_t position(const Unit& u, int i) const {
-        int32_t r = u.request, queries = a.cu_query_lens[r + 1] - a.cu_query_lens[r];
-        return a.context_lens[r] - queries + u.first + i;
+        int32_t r = u.request, count = a.cu_query_lens[r + 1] - a.cu_query_lens[r];
+        return a.context_lens[r] - count + u.first + i;
     }
     int64_t first_key(int64_t position) const { return a.window ? std::max<int64_t>(0, position - a.window + 1) : 0; }
 
@@ -237,95 +84,150 @@ class Worker {
             int64_t token = a.cu_query_lens[u.request] + u.first + i;
             for (int64_t h = 0; h < group; h++) {
                 const T* q = (const T*)a.q + (token * a.num_heads + u.kv_head * group + h) * a.head_dim;
-                float* x = queries.data() + (i * group + h) * padded;
-                for (int64_t d = 0; d < padded; d += WIDTH) store(x + d, load(q + d, a.head_dim - d));
+                std::copy(q, q + a.head_dim, queries.data() + (i * group + h) * padded);
             }
+        }
+#if defined(__AMX_BF16__)
+        if constexpr (std::is_same<T, bf16>::value)
+            if (amx) amx->take_queries(queries.data(), padded, u.count * group);
+#endif
+    }
+
+    // Where the keys and values first : first + count are, on their way to the cache
+    void locate(const Unit& u, int64_t first, int count, Keys<T>& found) const {
+        const int32_t* table = a.block_tables + u.request * a.table_width;
+        const int64_t row = a.num_kv_heads * a.head_dim, bytes = a.head_dim * sizeof(T);
+        int64_t block = first / a.block_size, offset = first % a.block_size;
+        for (int j = 0; j < count; block++, offset = 0) {
+            const int64_t at = (table[block] * a.block_size + offset) * row + u.kv_head * a.head_dim;
+            const int many = std::min<int64_t>(count - j, a.block_size - offset);
+            for (int i = 0; i < many; i++, j++) {
+                found.k[j] = (const T*)a.k_pool + at + i * row;
+                found.v[j] = (const T*)a.v_pool + at + i * row;
+                for (int64_t line = 0; line < bytes; line += 64) {
+                    __builtin_prefetch((const char*)found.k[j] + line);
+                    __builtin_prefetch((const char*)found.v[j] + line);
+                }
+            }
+        }
+        for (int i = 0; i < u.count; i++) {
+            int64_t p = position(u, i);
+            found.low[i] = std::min<int64_t>(TILE, std::max<int64_t>(0, first_key(p) - first));
+            found.high[i] = std::max<int64_t>(0, std::min<int64_t>(count, p + 1 - first));
         }
     }
 
     void one_split(const Unit& u, int64_t split) {
-        for (int i = 0; i < u.count; i++) clear(rows(running.data(), i));
+        running.clear(u.count * group, padded);
         int64_t begin = std::max(lowest / TILE * TILE, split * SPLIT), end = std::min(highest + 1, (split + 1) * SPLIT);
-        const int32_t* table = a.block_tables + u.request * a.table_width;
-        for (int64_t first = begin; first < end; first += TILE) {
-            keys.first = first;
-            int count = std::min<int64_t>(TILE, end - first);
-            for (int j = 0; j < count; j++) {
-                int64_t at = first + j, slot = (int64_t)table[at / a.block_size] * a.block_size + at % a.block_size;
-                keys.k[j] = (const T*)a.k_pool + (slot * a.num_kv_heads + u.kv_head) * a.head_dim;
-                keys.v[j] = (const T*)a.v_pool + (slot * a.num_kv_heads + u.kv_head) * a.head_dim;
-            }
-            for (int i = 0; i < u.count; i++) {
-                int64_t p = position(u, i);
-                int low = std::max<int64_t>(0, first_key(p) - first), high = std::min<int64_t>(count, p + 1 - first);
-                if (low < high) attend(a, keys, low, high, queries.data() + i * group * padded, padded, group, rows(running.data(), i));
-            }
+        auto count = [&](int64_t first) { return (int)std::max<int64_t>(0, std::min<int64_t>(TILE, end - first)); };
+        locate(u, begin, count(begin), keys[0]);
+        for (int64_t first = begin, turn = 0; first < end; first += TILE, turn = 1 - turn) {
+            locate(u, first + TILE, count(first + TILE), keys[1 - turn]);
+            if (!attend_amx(u, keys[turn])) vector_tile(a, keys[turn], u.count, queries.data(), padded, group, running);
         }
     }
 
-    void finish(const Unit& u, int i, const Rows& r) {
-        int64_t token = a.cu_query_lens[u.request] + u.first + i;
+    bool attend_amx(const Unit& u, const Keys<T>& tile) {
+#if defined(__AMX_BF16__)
+        if constexpr (std::is_same<T, bf16>::value) {
+            if (!amx || a.cu_query_lens[u.request + 1] - a.cu_query_lens[u.request] < a.tiles_from) return false;
+            int first = TILE, last = 0;  // keys that any row sees
+            for (int i = 0; i < u.count; i++)
+                if (tile.low[i] < tile.high[i]) first = std::min(first, tile.low[i]), last = std::max(last, tile.high[i]);
+            if (!amx->take(tile, first, last)) return false;
+            const int64_t rows = u.count * group;
+            for (int64_t row = 0; row < rows; row += 16)
+                amx->attend(a, tile, last, row, std::min<int64_t>(16, rows - row), group, padded, running);
+            return true;
+        }
+#endif
+        (void)u, (void)tile;
+        return false;
+    }
+
+    // Adds the softmax of later keys, a token's `group` rows from `from` on, to that of earlier ones in rows `row` on
+    void merge(int64_t row, const float* total, const float* peak, const float* mass, int64_t from) {
         for (int64_t h = 0; h < group; h++) {
-            int64_t head = u.kv_head * group + h;
-            float share = 1.0f, mass = r.mass[h];
-            if (a.lse) a.lse[token * a.num_heads + head] = r.peak[h] + std::log(mass);
+            const int64_t r = row + h, s = from + h;
+            const float now = std::max(merged.peak[r], peak[s]);
+            const float old_share = exp(splat(merged.peak[r] - now))[0], new_share = exp(splat(peak[s] - now))[0];
+            merged.mass[r] = merged.mass[r] * old_share + mass[s] * new_share;
+            merged.peak[r] = now;
+            float* t = merged.total.data() + r * padded;
+            for (int64_t d = 0; d < padded; d += WIDTH) store(t + d, load(t + d) * old_share + load(total + s * padded + d) * new_share);
+        }
+    }
+
+    void finish(const Unit& u, int i) {
+        const int64_t token = a.cu_query_lens[u.request] + u.first + i;
+        for (int64_t h = 0; h < group; h++) {
+            const int64_t head = u.kv_head * group + h, r = i * group + h;
+            float share = 1.0f, mass = merged.mass[r];
+            if (a.lse) a.lse[token * a.num_heads + head] = merged.peak[r] + std::log(mass);
             if (a.sinks) {
-                float now = std::max(r.peak[h], a.sinks[head]);
-                share = exp(splat(r.peak[h] - now))[0];
+                float now = std::max(merged.peak[r], a.sinks[head]);
+                share = exp(splat(merged.peak[r] - now))[0];
                 mass = mass * share + exp(splat(a.sinks[head] - now))[0];
             }
             T* out = (T*)a.out + (token * a.num_heads + head) * a.head_dim;
-            for (int64_t d = 0; d < padded; d += WIDTH)
-                store(out + d, load(r.total + h * padded + d) * share / mass, a.head_dim - d);
+            const float* total = merged.total.data() + r * padded;
+            for (int64_t d = 0; d < padded; d += WIDTH) store(out + d, load(total + d) * share / mass, a.head_dim - d);
         }
     }
 
     const Attention& a;
-    int64_t group, padded, state;
-    AttendHeads<T> attend;
-    std::vector<float> queries, running, merged;
-    Keys<T> keys;
+    const int64_t group, padded;
+    const AttendRows<T> vector_tile;
+    std::vector<T> queries;  // [rows, padded]
+    Softmax running, merged;
+    Keys<T> keys[2];  // of this tile and the next
     int64_t lowest = 0, highest = 0;
+#if defined(__AMX_BF16__)
+    std::unique_ptr<AmxTile> amx;
+#endif
 };
 
 template <class T>
 void paged_attention(const Attention& a, int threads) {
-    std::vector<Unit> units;
-    for (int32_t r = 0; r < a.requests; r++)
-        for (int32_t h = 0; h < a.num_kv_heads; h++)
+    std::vector<Unit> units;  // samples of one prompt, which share its keys, come one behind the other
+    for (int32_t h = 0; h < a.num_kv_heads; h++)
+        for (int32_t r = 0; r < a.requests; r++)
             for (int32_t first = 0, n = a.cu_query_lens[r + 1] - a.cu_query_lens[r]; first < n; first += QUERIES)
                 units.push_back({r, h, first, std::min(QUERIES, n - first), -1});
-    bool spread = (int64_t)units.size() < 4 * threads && threads > 1;  // few decodes: give each thread splits of them
-    for (const Unit& u : units) spread = spread && u.count == 1;
-    if (!spread) {
+    int most = 1;
+    for (const Unit& u : units) most = std::max(most, u.count);
+    if (most > 1 || threads == 1 || (int64_t)units.size() >= 4 * threads) {
+        const int many = most == 1 && (int64_t)units.size() >= 32 * threads ? 4 : 1;
 #pragma omp parallel if (units.size() > 1)
         {
-            Worker<T> worker(a);
-#pragma omp for schedule(dynamic, 1)
+            Worker<T> worker(a, most);
+#pragma omp for schedule(dynamic, many)
             for (size_t i = 0; i < units.size(); i++) worker.run(units[i]);
         }
         return;
     }
-    Worker<T> planner(a);
+    // Few decodes: threads share the splits of each
+    Worker<T> planner(a, 1);
     std::vector<Unit> parts;
-    std::vector<int64_t> starts, firsts;
+    std::vector<int64_t> starts;
     for (const Unit& u : units) {
-        int64_t p = planner.position(u, 0), first = planner.first_key(p) / SPLIT;
+        int64_t p = planner.position(u, 0);
         starts.push_back(parts.size());
-        firsts.push_back(first);
-        for (int64_t s = first; s <= p / SPLIT; s++) parts.push_back({u.request, u.kv_head, u.first, 1, (int32_t)s});
+        for (int64_t s = planner.first_key(p) / SPLIT; s <= p / SPLIT; s++)
+            parts.push_back({u.request, u.kv_head, u.first, 1, (int32_t)s});
     }
     starts.push_back(parts.size());
     const int64_t state = planner.state_size();
     std::vector<float> found(parts.size() * state);
 #pragma omp parallel
     {
-        Worker<T> worker(a);
+        Worker<T> worker(a, 1);
 #pragma omp for schedule(dynamic, 1)
         for (size_t i = 0; i < parts.size(); i++) worker.run_split(parts[i], found.data() + i * state);
 #pragma omp for schedule(static)
         for (size_t i = 0; i < units.size(); i++)
-            worker.finish_splits(units[i], found.data() + starts[i] * state, firsts[i], firsts[i] + starts[i + 1] - starts[i] - 1);
+            worker.finish_splits(units[i], found.data() + starts[i] * state, starts[i + 1] - starts[i]);
     }
 }
 

@@ -3,7 +3,7 @@
 
 namespace hybrid {
 
-constexpr int64_t ROWS_PER_TASK = 4;
+constexpr int64_t WORTH_A_THREAD = 1 << 16;  // values: to wake the other threads takes as long as this many
 
 // y = weight * (x / rms(x)); x is rounded to T after the division, as the Hugging Face modules do
 template <class T>
@@ -22,13 +22,13 @@ INLINE void norm_row(const T* x, const T* weight, float eps, T* y, int64_t dim) 
 
 template <class T>
 void rms_norm(const T* x, const T* weight, float eps, T* y, int64_t rows, int64_t dim, int64_t x_stride) {
-#pragma omp parallel for schedule(static) if (rows > ROWS_PER_TASK)
+#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
     for (int64_t i = 0; i < rows; i++) norm_row(x + i * x_stride, weight, eps, y + i * dim, dim);
 }
 
 template <class T>
 void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* y, T* total, int64_t rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (rows > ROWS_PER_TASK)
+#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
     for (int64_t i = 0; i < rows; i++) {
         const T *a = x + i * dim, *b = residual + i * dim;
         T* s = total + i * dim;
@@ -39,7 +39,7 @@ void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* 
 
 template <class T>
 void silu_and_mul(const T* gate_up, T* y, int64_t rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (rows > ROWS_PER_TASK)
+#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
     for (int64_t i = 0; i < rows; i++) {
         const T *gate = gate_up + i * 2 * dim, *up = gate + dim;
         for (int64_t d = 0; d < dim; d += WIDTH) {
@@ -84,7 +84,7 @@ void enter_attention(const EnterAttention& a) {
             rotate(y, (const T*)a.cos + row, (const T*)a.sin + row, a.half);
         }
     };
-#pragma omp parallel for schedule(static) if (a.tokens > ROWS_PER_TASK)
+#pragma omp parallel for schedule(static) if (a.tokens * (a.num_heads + 2 * a.num_kv_heads) * dim > WORTH_A_THREAD)
     for (int64_t t = 0; t < a.tokens; t++) {
         const T *q = (const T*)a.q + t * a.q_stride, *k = (const T*)a.k + t * a.k_stride, *v = (const T*)a.v + t * a.v_stride;
         T* q_out = (T*)a.q_out + t * a.num_heads * dim;

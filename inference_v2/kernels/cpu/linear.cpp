@@ -5,12 +5,9 @@
 #include <vector>
 
 #include "vec.h"
-#if defined(__AMX_BF16__) || defined(__AVX512BF16__)
+#include "amx.h"
+#if defined(__AVX512BF16__)
 #include <immintrin.h>
-#endif
-#if defined(__AMX_BF16__)
-#include <sys/syscall.h>
-#include <unistd.h>
 #endif
 
 namespace hybrid {
@@ -24,6 +21,7 @@ struct Linear {
     void* y;                        // [rows, out], bf16 or fp32
     int64_t rows, in, out, x_stride;
     int32_t y_is_float;
+    int64_t first_row;  // of the rows that share a pass over the weight
 };
 
 INLINE int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -59,32 +57,17 @@ INLINE void write(const Linear& a, int64_t row, int64_t feature, f32x16 v) {
 
 #if defined(__AMX_BF16__)
 
-struct alignas(64) TileConfig {
-    uint8_t palette = 0, start_row = 0, reserved[14] = {};
-    uint16_t bytes[16] = {};
-    uint8_t rows[16] = {};
-};
+// tiles 0 to 3: sums (two row blocks x two halves); 4, 5: x; 6, 7: weight
+INLINE void configure(TileScope& tiles, uint8_t first, uint8_t second) {
+    second = std::max<uint8_t>(second, 1);
+    tiles.configure({first, first, second, second, first, second, 16, 16});
+}
 
-// oneDNN remembers which tile configuration it has loaded in a thread, so it must find it again
-class TileScope {
-   public:
-    TileScope() { _tile_storeconfig(&before); }
-    ~TileScope() { _tile_loadconfig(&before); }
-
-    // tiles 0 to 3: sums (two row blocks x two halves); 4, 5: x; 6, 7: weight
-    void configure(int first_rows, int second_rows) {
-        if (now.palette && now.rows[0] == first_rows && now.rows[2] == std::max(second_rows, 1)) return;
-        now.palette = 1;
-        for (int t = 0; t < 8; t++) {
-            now.bytes[t] = 64;
-            now.rows[t] = t >= 6 ? 16 : (t < 2 || t == 4) ? first_rows : std::max(second_rows, 1);
-        }
-        _tile_loadconfig(&now);
-    }
-
-   private:
-    TileConfig before, now;
-};
+// A panel comes from memory once; the hardware does not run ahead far enough
+constexpr int AHEAD = 8192;  // bytes
+INLINE void fetch_ahead(const bf16* panel) {
+    for (int line = 0; line < 2 * HALF * (int)sizeof(bf16); line += 64) _mm_prefetch((const char*)panel + AHEAD + line, _MM_HINT_T1);
+}
 
 INLINE void write_tile(const Linear& a, const float* sums, int64_t row, int rows, int64_t feature) {
     for (int i = 0; i < rows; i++) write(a, row + i, feature, load(sums + i * 16));
@@ -92,17 +75,19 @@ INLINE void write_tile(const Linear& a, const float* sums, int64_t row, int rows
 
 // Up to 32 rows of one panel
 INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, TileScope& tiles) {
+    const bool fetch = a.first_row == row;  // the first to read this panel
     const int first = std::min(rows, 16), second = rows - first;
     const bf16 *x0 = a.x + row * a.x_stride, *x1 = x0 + 16 * a.x_stride;
     const int64_t stride = a.x_stride * sizeof(bf16);
     alignas(64) float sums[16 * 16];
-    tiles.configure(first, second);
+    configure(tiles, first, second);
     _tile_zero(0);
     _tile_zero(1);
     if (second) {
         _tile_zero(2);
         _tile_zero(3);
         for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF) {
+            if (fetch) fetch_ahead(panel);
             _tile_loadd(6, panel, 64);
             _tile_loadd(4, x0 + k, stride);
             _tile_loadd(7, panel + HALF, 64);
@@ -114,6 +99,7 @@ INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_
         }
     } else {
         for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF) {
+            if (fetch) fetch_ahead(panel);
             _tile_loadd(4, x0 + k, stride);
             _tile_loadd(6, panel, 64);
             _tile_loadd(7, panel + HALF, 64);
@@ -135,8 +121,7 @@ INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_
 
 constexpr int ROW_BLOCK = 32;
 
-// The kernel asks before a process may use the tile registers
-bool prepare() { return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0; }
+bool prepare() { return may_use_tiles(); }
 const char* kind() { return "amx"; }
 
 #elif defined(__AVX512BF16__)
@@ -197,6 +182,7 @@ void linear(Linear a) {
     const int64_t block = up(std::max<int64_t>(ROW_BLOCK, (1 << 19) / depth), ROW_BLOCK);  // rows of x that stay in the L2 cache
     for (int64_t m0 = 0; m0 < a.rows; m0 += block) {
         const int64_t m1 = std::min(m0 + block, a.rows);
+        a.first_row = m0;
 #pragma omp parallel
         {
             TileScope tiles;

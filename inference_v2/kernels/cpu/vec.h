@@ -4,6 +4,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 namespace hybrid {
 
@@ -75,20 +78,32 @@ INLINE f32x16 rounded(f32x16 v);
 template <>
 INLINE f32x16 rounded<float>(f32x16 v) { return v; }
 template <>
-INLINE f32x16 rounded<bf16>(f32x16 v) { return (f32x16)(__builtin_convertvector(to_bf16(v), u32x16) << 16); }
+INLINE f32x16 rounded<bf16>(f32x16 v) {
+    u32x16 bits = (u32x16)v;
+    f32x16 near = (f32x16)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+    return v != v ? v : near;
+}
 
 INLINE f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
 
-// Sums in a fixed order: halves, quarters, eighths, pairs.
+// Lanes folded in halves: a fixed order, and vector instructions
+INLINE f32x16 lanes_from(f32x16 v, int step) {
+    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return __builtin_shuffle(v, (lane + step) & 15);
+}
 INLINE float sum(f32x16 v) {
-    for (int step = 8; step; step /= 2)
-        for (int i = 0; i < step; i++) v[i] += v[i + step];
+    v += lanes_from(v, 8);
+    v += lanes_from(v, 4);
+    v += lanes_from(v, 2);
+    v += lanes_from(v, 1);
     return v[0];
 }
 INLINE float maximum(f32x16 v) {
-    float m = v[0];
-    for (int i = 1; i < WIDTH; i++) m = v[i] > m ? v[i] : m;
-    return m;
+    v = maximum(v, lanes_from(v, 8));
+    v = maximum(v, lanes_from(v, 4));
+    v = maximum(v, lanes_from(v, 2));
+    v = maximum(v, lanes_from(v, 1));
+    return v[0];
 }
 
 // Lane i of the result is the sum over the lanes of rows[i].
@@ -105,12 +120,20 @@ INLINE f32x16 sum_rows(f32x16* rows) {
     return rows[0];
 }
 
-// e^x with a relative error of 2e-7; 0 below -87.3 (so for -inf), NaN for NaN, inf above 88.7.
+// e^x with a relative error of 2e-7; 0 for -inf, inf for inf, NaN for NaN. Values below 1.2e-38 are 0.
 INLINE f32x16 exp(f32x16 x) {
-    f32x16 n = x * 1.44269504088896341f + 12582912.0f;  // the sum's low bits hold round(x / ln 2)
+#if defined(__AVX512F__)
+    __m512 v = _mm512_max_ps(_mm512_set1_ps(-87.3f), _mm512_min_ps(_mm512_set1_ps(104.0f), (__m512)x));  // the second if NaN
+    __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504088896341f)), 0x08);
+    f32x16 r = (f32x16)v - (f32x16)n * 0.693145751953125f - (f32x16)n * 1.42860682030941723212e-6f;
+#else
+    f32x16 v = x < -87.3f ? splat(-87.3f) : x;
+    v = v > 88.7f ? splat(88.7f) : v;
+    f32x16 n = v * 1.44269504088896341f + 12582912.0f;  // the sum's low bits hold round(v / ln 2)
     i32x16 power = (i32x16)n << 23;
     n -= 12582912.0f;
-    f32x16 r = x - n * 0.693145751953125f - n * 1.42860682030941723212e-6f;
+    f32x16 r = v - n * 0.693145751953125f - n * 1.42860682030941723212e-6f;
+#endif
     f32x16 y = splat(1.9875691500e-4f);  // Cephes, expf
     y = y * r + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;
@@ -118,10 +141,15 @@ INLINE f32x16 exp(f32x16 x) {
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+    // Lanes below the range are masked: a denormal result would cost hundreds of cycles
+    return (f32x16)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), (__m512)y, n);
+#else
     y = (f32x16)((i32x16)y + power);
     y = x < -87.3f ? splat(0.0f) : y;
     y = x > 88.7f ? splat(std::numeric_limits<float>::infinity()) : y;
     return x != x ? x : y;
+#endif
 }
 
 }  // namespace hybrid

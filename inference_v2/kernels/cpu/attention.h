@@ -1,0 +1,196 @@
+// What a tile of keys adds to the running softmax of some query rows: in vectors of floats, for any dtype and head dimension.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "vec.h"
+
+namespace hybrid {
+
+constexpr int TILE = 64;       // keys
+constexpr int HEADS = 4;       // rows of one query token that are computed together
+constexpr float FAR = -1e30f;  // running maximum before any key: finite, so that FAR - FAR is 0
+
+struct Attention {
+    const void *q, *k_pool, *v_pool;  // [T, num_heads, head_dim], [blocks, block_size, num_kv_heads, head_dim]
+    void* out;                        // [T, num_heads, head_dim]
+    const int32_t *cu_query_lens, *context_lens, *block_tables;  // [R + 1], [R], [R, table_width]
+    const float* sinks;                                          // [num_heads], or null
+    int64_t requests, num_heads, num_kv_heads, head_dim, block_size, table_width;
+    int64_t window;  // 0: none
+    int64_t tiles_from;  // query tokens from which on a chunk is computed with AMX, where there is one
+    float scale, softcap;  // softcap 0: none
+    float* lse;            // [T, num_heads], or null: log-sum-exp of a query's scores, without the sink
+};
+
+template <class T>
+struct Keys {
+    const T* k[TILE];
+    const T* v[TILE];
+    int low[TILE], high[TILE];  // of each query token of the unit: it sees keys low : high of the tile
+};
+
+// The running softmax of query rows: a row is one head of one token
+struct Softmax {
+    std::vector<float> total, peak, mass;  // [rows, padded], [rows], [rows]
+
+    Softmax(int64_t rows, int64_t padded) : total(rows * padded), peak(rows), mass(rows) {}
+    void clear(int64_t rows, int64_t padded) {
+        std::fill(total.begin(), total.begin() + rows * padded, 0.0f);
+        std::fill(peak.begin(), peak.begin() + rows, FAR);
+        std::fill(mass.begin(), mass.begin() + rows, 0.0f);
+    }
+};
+
+// Products of a row with TILE keys, of which low : high are seen -> weights, 0 for the others; returns what the old sums shrink by
+INLINE float soften(const Attention& a, float* row, int low, int high, float& peak, float& mass) {
+    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    f32x16 scores[TILE / WIDTH], top = splat(FAR), sums{};
+    for (int i = 0; i < TILE / WIDTH; i++) {
+        f32x16 s = load(row + i * WIDTH) * a.scale;
+        if (a.softcap != 0)
+            for (int j = 0; j < WIDTH; j++) s[j] = std::tanh(s[j] / a.softcap) * a.softcap;
+        i32x16 at = lanes + i * WIDTH;
+        scores[i] = (at >= low) & (at < high) ? s : splat(-INFINITY);
+        top = maximum(top, scores[i]);
+    }
+    const float old = peak, now = std::max(old, maximum(top));
+    for (int i = 0; i < TILE / WIDTH; i++) {
+        f32x16 w = exp(scores[i] - now);
+        store(row + i * WIDTH, w);
+        sums += w;
+    }
+    const float shrink = exp(splat(old - now))[0];
+    mass = mass * shrink + sum(sums);
+    peak = now;
+    return shrink;
+}
+
+// x . y over two vectors of T at a time, added to acc: bf16 pairs where the CPU multiplies them
+template <class T, int DV>
+struct Dot {
+    static constexpr int64_t STEP = WIDTH;
+    typedef f32x16 Operand;
+    static INLINE Operand get(const T* p, int64_t n) { return DV ? load(p) : load(p, n); }
+    static INLINE void add(f32x16& acc, Operand x, Operand y) { acc += x * y; }
+};
+#if defined(__AVX512BF16__)
+template <int DV>
+struct PairDot {
+    static constexpr int64_t STEP = 2 * WIDTH;
+    typedef __m512bh Operand;
+    static INLINE Operand get(const bf16* p, int64_t) { return (__m512bh)_mm512_loadu_si512(p); }
+    static INLINE void add(f32x16& acc, Operand x, Operand y) { acc = (f32x16)_mm512_dpbf16_ps((__m512)acc, x, y); }
+};
+template <>
+struct Dot<bf16, 2> : PairDot<2> {};
+template <>
+struct Dot<bf16, 4> : PairDot<4> {};
+template <>
+struct Dot<bf16, 6> : PairDot<6> {};
+template <>
+struct Dot<bf16, 8> : PairDot<8> {};
+#endif
+
+// scores[h][0 : 16] of 16 keys, four at a time; DV vectors a head
+template <class T, int DV, int H>
+INLINE void dot_products(const T* const* keys, const T* q, int64_t padded, int64_t dim, f32x16* scores) {
+    typedef Dot<T, DV> D;
+    f32x16 products[H][WIDTH];
+    const int64_t end = DV ? DV * WIDTH : padded;
+    for (int i = 0; i < WIDTH; i += 4) {
+        f32x16 acc[4][H] = {};
+        for (int64_t d = 0; d < end; d += D::STEP) {
+            typename D::Operand k[4];
+            for (int j = 0; j < 4; j++) k[j] = D::get(keys[i + j] + d, dim - d);
+            for (int h = 0; h < H; h++) {
+                typename D::Operand x = D::get(q + h * padded + d, WIDTH);
+                for (int j = 0; j < 4; j++) D::add(acc[j][h], x, k[j]);
+            }
+        }
+        for (int h = 0; h < H; h++)
+            for (int j = 0; j < 4; j++) products[h][i + j] = acc[j][h];
+    }
+    for (int h = 0; h < H; h++) scores[h] = sum_rows(products[h]);
+}
+
+// One tile's keys low : high for H rows of one query token, from row `first` of the softmax on
+template <class T, int DV, int H>
+void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, const T* q, int64_t padded, Softmax& softmax,
+                 int64_t first) {
+    const int64_t dim = a.head_dim, vectors = DV ? DV : padded / WIDTH;
+    float weights[H][TILE];
+    for (int i = 0; i < TILE; i += WIDTH) {
+        if (i + WIDTH <= low || i >= high) continue;
+        const T* rows[WIDTH];  // a key that must not be seen is not read
+        for (int j = 0; j < WIDTH; j++) rows[j] = keys.k[std::min(std::max(i + j, low), high - 1)];
+        f32x16 scores[H];
+        dot_products<T, DV, H>(rows, q, padded, dim, scores);
+        for (int h = 0; h < H; h++) store(&weights[h][i], scores[h]);
+    }
+    float* total = softmax.total.data() + first * padded;
+    for (int h = 0; h < H; h++) {
+        const float shrink = soften(a, weights[h], low, high, softmax.peak[first + h], softmax.mass[first + h]);
+        if (shrink != 1.0f)
+            for (int64_t d = 0; d < padded; d += WIDTH) store(total + h * padded + d, load(total + h * padded + d) * shrink);
+    }
+    if (DV) {
+        f32x16 acc[H][DV ? DV : 1];
+        for (int h = 0; h < H; h++)
+            for (int d = 0; d < DV; d++) acc[h][d] = load(total + h * padded + d * WIDTH);
+        for (int i = low; i < high; i++)
+            for (int d = 0; d < DV; d++) {
+                f32x16 v = load(keys.v[i] + d * WIDTH);
+                for (int h = 0; h < H; h++) acc[h][d] += weights[h][i] * v;
+            }
+        for (int h = 0; h < H; h++)
+            for (int d = 0; d < DV; d++) store(total + h * padded + d * WIDTH, acc[h][d]);
+    } else {
+        for (int i = low; i < high; i++)
+            for (int64_t d = 0; d < vectors; d++) {
+                f32x16 v = load(keys.v[i] + d * WIDTH, dim - d * WIDTH);
+                for (int h = 0; h < H; h++) {
+                    float* t = total + h * padded + d * WIDTH;
+                    store(t, load(t) + weights[h][i] * v);
+                }
+            }
+    }
+}
+
+// The tile for all rows of `count` query tokens of a unit
+template <class T, int DV>
+void attend_rows(const Attention& a, const Keys<T>& keys, int count, const T* q, int64_t padded, int64_t group, Softmax& softmax) {
+    constexpr int most = DV > 5 ? 2 : HEADS;  // accumulators must fit the registers
+    for (int i = 0; i < count; i++) {
+        const int low = keys.low[i], high = keys.high[i];
+        if (low >= high) continue;
+        for (int64_t h = 0; h < group;) {
+            const int64_t many = std::min<int64_t>(most, group - h), row = i * group + h;
+            const T* x = q + row * padded;
+            switch (many) {
+                case 1: attend_tile<T, DV, 1>(a, keys, low, high, x, padded, softmax, row); break;
+                case 2: attend_tile<T, DV, 2>(a, keys, low, high, x, padded, softmax, row); break;
+                case 3: attend_tile<T, DV, 3>(a, keys, low, high, x, padded, softmax, row); break;
+                default: attend_tile<T, DV, 4>(a, keys, low, high, x, padded, softmax, row);
+            }
+            h += many;
+        }
+    }
+}
+
+template <class T>
+using AttendRows = void (*)(const Attention&, const Keys<T>&, int, const T*, int64_t, int64_t, Softmax&);
+
+template <class T>
+AttendRows<T> attend_rows_for(int64_t dim) {
+    switch (dim) {
+        case 32: return attend_rows<T, 2>;
+        case 64: return attend_rows<T, 4>;
+        case 80: return attend_rows<T, 5>;
+        case 96: return attend_rows<T, 6>;
+        case 128: return attend_rows<T, 8>;
+        default: return attend_rows<T, 0>;
+    }
+}
+
+}  // namespace hybrid
