@@ -200,11 +200,32 @@ class InferenceEngine:
         return [sorted(results[i], key=lambda completion: completion.sample_index) for i in ids]
 
     def score(
-        self, sequences: Seq[Seq[int]], *, starts: Seq[int] | None = None, temperature: float = 1.0, hidden: bool = False
+        self,
+        sequences: Seq[Seq[int]],
+        *,
+        starts: Seq[int] | None = None,
+        temperature: float = 1.0,
+        logprobs: bool = True,
+        hidden: bool = False,
     ) -> list[Scored]:
         """fp32 log_softmax(z / temperature) of each sequence's tokens from `starts` on (default 1; temperature 0 counts as 1).
-        With `hidden`, also the final hidden states that predict them. Raises ValueError for a sequence that cannot be scored.
-        """
+        With `hidden`, also the final hidden states that predict them; without `logprobs`, those alone and no logits are formed.
+        What sequences share before their last unscored token is computed once. Raises ValueError for a sequence that cannot be
+        scored."""
+        jobs = self.add_scores(sequences, starts=starts, temperature=temperature, logprobs=logprobs, hidden=hidden)
+        self._run([job.request_id for job in jobs], {})
+        return [job.scored for job in jobs]
+
+    def add_scores(
+        self,
+        sequences: Seq[Seq[int]],
+        *,
+        starts: Seq[int] | None = None,
+        temperature: float = 1.0,
+        logprobs: bool = True,
+        hidden: bool = False,
+    ) -> list[ScoreJob]:
+        """Queue what `score` does; the jobs are filled once `step` leaves no work."""
         if not 0.0 <= temperature < math.inf:
             raise ValueError(f"score: temperature={temperature}; allowed: finite and >= 0 (0 counts as 1)")
         starts = [1] * len(sequences) if starts is None else starts
@@ -221,13 +242,21 @@ class InferenceEngine:
             if error is not None:
                 raise ValueError(f"score: sequence {i}: {error}")
             queue.append(seq)
-        jobs = [self._score_job(len(seq.tokens) - start, start, temperature, hidden) for seq, start in zip(queue, starts)]
-        for seq, job in zip(queue, jobs):
-            if len(job.logprobs):
-                self._jobs[seq.request_id] = job
+        jobs: list[ScoreJob] = []
+        alike: dict[tuple[int, ...], list[Sequence]] = {}
+        for seq, start in zip(queue, starts):
+            count = len(seq.tokens) - start
+            size = self.decoder.spec.hidden_size
+            values = torch.empty(count if logprobs else 0, device=self.device)
+            states = torch.empty(count, size, dtype=self.dtype) if hidden else None
+            jobs.append(ScoreJob(seq.request_id, start, temperature, Scored(values, states)))
+            if count:
+                self._jobs[seq.request_id] = jobs[-1]
+                alike.setdefault(seq.request.prompt_ids[: start - 1], []).append(seq)
+        for shared, seqs in alike.items():
+            for seq in [self._trunk(seqs)] if shared and len(seqs) > 1 else seqs:
                 self._scheduler.add(seq)
-        self._run([seq.request_id for seq in queue], {})
-        return [Scored(job.logprobs, job.hidden) for job in jobs]
+        return jobs
 
     def set_weights(self, weights: ModelWeights) -> None:
         """Use these weights from now on. A new version: running samples are recomputed, and no KV of another is ever read.
@@ -272,15 +301,25 @@ class InferenceEngine:
             return "stop", text, None
         return ("length" if seq.num_output == sampling.max_new_tokens else None), None, None
 
-    def _score_job(self, count: int, start: int, temperature: float, hidden: bool) -> ScoreJob:
-        states = torch.empty(count, self.decoder.spec.hidden_size, dtype=self.dtype, device=self.device) if hidden else None
-        return ScoreJob(start, temperature, torch.empty(count, device=self.device), states)
+    def _trunk(self, seqs: Seq[Sequence]) -> Sequence:
+        """What comes before the last unscored token of `seqs`, which start as its forks."""
+        first = seqs[0]
+        assert first.score_start is not None, "a sequence that is scored"
+        tokens = first.tokens[: first.score_start]  # the last one needs no forward
+        trunk = Sequence(first.request, first.request_id, 0, order=first.order, tokens=tokens, score_start=first.score_start)
+        trunk.forks = list(seqs)
+        return trunk
 
     def _end_scores(self, plan: Plan) -> None:
         for chunk in plan.chunks:
-            if chunk.seq.score_start is not None and chunk.is_last:
-                self._scheduler.finish(chunk.seq)
-                del self._jobs[chunk.seq.request_id]
+            seq = chunk.seq
+            if seq.score_start is None or not chunk.is_last:
+                continue
+            if not seq.forks:
+                del self._jobs[seq.request_id]
+            for fork in seq.forks:
+                self._scheduler.fork(seq, fork)
+            self._scheduler.finish(seq)
 
     # -- requests ----------------------------------------------------------------------------------------------------------
 

@@ -479,6 +479,60 @@ def test_scoring_no_token_of_a_sequence_gives_no_rows_of_either_kind():
     assert (scored.logprobs.shape, scored.hidden.shape) == ((0,), (0, VOCAB))
 
 
+@pytest.mark.parametrize("windows", WINDOWS)
+@pytest.mark.parametrize("prefix_caching", [True, False])
+@pytest.mark.parametrize("blocks", [None, 12])
+@pytest.mark.parametrize("max_running", [2, 256])
+def test_samples_of_a_prompt_share_its_prefill_when_they_are_scored(windows, prefix_caching, blocks, max_running):
+    """Also where not all of them fit or may run at once, and next to sequences of other prompts and none at all."""
+    blocks = None if blocks is None or windows != (None,) else blocks
+    engine = fake_engine(windows, blocks=blocks, block_size=4, max_step_tokens=9, prefix_caching=prefix_caching,
+                         max_running=max_running)  # fmt: skip
+    ends = [(1, 2, 3), (4,), (1, 2, 5, 6, 7), ()]
+    sequences = [*([*PROMPT[:30], *end] for end in ends), PROMPT[5:17], [9, 8, 7], [9, 6]]
+    starts = [30, 30, 30, 30, 3, 1, 1]
+    for tokens, start, result in zip(
+        sequences, starts, engine.score(sequences, starts=starts, logprobs=False, hidden=True), strict=True
+    ):
+        rows = [logits_of(tokens[:i], windows, 0) for i in range(start, len(tokens))]
+        assert len(result.logprobs) == 0
+        assert torch.equal(result.hidden, torch.from_numpy(np.array(rows, dtype=np.float32).reshape(-1, VOCAB)))
+    stats = engine.stats()
+    if blocks is None and max_running == 256:
+        assert stats.prompt_tokens_prefilled == 29 + 3 + 1 + 5 + 11 + 2 + 1
+    assert stats.blocks_free == stats.blocks_total
+    assert not engine.has_work
+
+
+def test_a_score_that_fails_leaves_nothing_behind(monkeypatch):
+    engine = fake_engine(block_size=4, max_step_tokens=9)
+    sequences = [[*PROMPT[:30], end] for end in (1, 2)]
+    step = engine.step
+    calls = []
+
+    def fails():
+        calls.append(1)
+        if len(calls) == 2:
+            raise ArithmeticError("boom")
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "step", fails)
+        with pytest.raises(ArithmeticError):
+            engine.score(sequences, starts=[30, 30])
+    assert not engine.has_work
+    assert engine.stats().blocks_free == engine.stats().blocks_total
+    assert len(engine.score(sequences, starts=[30, 30])) == 2
+
+
+def test_hidden_states_alone_form_no_logits(monkeypatch):
+    from inference_v2.head import Head
+
+    monkeypatch.setattr(Head, "logits", lambda self, hidden: pytest.fail("logits were formed"))
+    (scored,) = fake_engine().score([PROMPT[:9]], logprobs=False, hidden=True)
+    assert (scored.logprobs.shape, scored.hidden.shape) == ((0,), (8, VOCAB))
+
+
 # -- edges -----------------------------------------------------------------------------------------------------------------
 
 
