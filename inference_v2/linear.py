@@ -117,7 +117,7 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         assert self._product is not None, "linear used before its weights were loaded"
-        return pad_rows(self._product, x, self._min_rows)
+        return pad_rows(self._product, x, self._min_rows) if self._min_rows else self._product(x)
 
 
 def _merge(into: Tensor | None, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

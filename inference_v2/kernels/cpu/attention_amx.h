@@ -26,7 +26,10 @@ INLINE void transpose(f32x16* rows) {
 
 class AmxTile {
    public:
-    static bool serves(int64_t head_dim) { return head_dim % 32 == 0; }
+    static bool serves(int64_t head_dim) {
+        static const bool allowed = may_use_tiles();
+        return allowed && head_dim % 32 == 0;
+    }
 
     // Room for `rows` query rows
     AmxTile(int64_t head_dim, int64_t rows)

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -32,8 +33,8 @@ class BuildError(RuntimeError):
 @functools.cache
 def library(march: str = "native") -> ctypes.CDLL:
     """The compiled kernels for this CPU, or for another `march`, as gcc names it. Raises BuildError."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or "")
+    if not compiler:
         raise BuildError("no g++ was found; install one (apt-get install g++), or set CXX")
     flags = (*FLAGS, *(f"-m{part}" if part.startswith("no-") else f"-march={part}" for part in march.split(",")))
     sources = sorted(HERE.glob("*.cpp"))
@@ -46,24 +47,28 @@ def library(march: str = "native") -> ctypes.CDLL:
     return ctypes.CDLL(str(path))
 
 
-def _compile(compiler: str, flags: Sequence[str], sources: Sequence[Path], path: Path) -> None:
+def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Path], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name
-        command = [compiler, *flags, "-o", str(built), *map(str, sources)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=600)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise BuildError(f"{compiler}: {error}") from None
+        command = [*compiler, *flags, "-o", str(built), *map(str, sources)]
+        done = _run(command)
         if done.returncode != 0:
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-            raise BuildError(f"{compiler} failed: {first}")
+            raise BuildError(f"{compiler[0]} failed: {first}")
         log.info("built the CPU kernels into %s", path)
         os.replace(built, path)
 
 
-def _key(files: Sequence[Path], compiler: str, flags: Sequence[str]) -> str:
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=600)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{command[0]}: {error}") from None
+
+
+def _key(files: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]) -> str:
     """Of everything that the machine code depends on."""
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout.partition("\n")[0]
+    version = _run([*compiler, "--version"]).stdout.partition("\n")[0]
     digest = hashlib.sha256()
     for part in (*(file.read_bytes() for file in files), version.encode(), repr(flags).encode(), _cpu().encode()):
         digest.update(hashlib.sha256(part).digest())
