@@ -18,7 +18,7 @@ from hybrid.batch import Batch, packed_batch
 from hybrid.checkpoint import load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
 from hybrid.export import save_pretrained
-from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, tokens_per_chunk
+from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, pack_head, tokens_per_chunk
 from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
 from hybrid.models import ShardedModel
 from hybrid.modes import Generation, Swap
@@ -204,7 +204,7 @@ class HybridEngine:
         weight = None if weight is None else weight.to(self.mesh.device)
 
         def head_function(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
-            head = head.packed(self.model.kernels)
+            head = pack_head(head, self.model.kernels)
             chunk_tokens = tokens_per_chunk(head, self.config.loss_chunk_tokens)
             try:
                 return chunked_loss(hidden, head, batch, token_loss, chunk_tokens, weight)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hybrid.batch import Batch
 from inference_v2.head import Head
+from inference_v2.kernels import Kernels
 
 # (fp32 logits [C, V], the batch cut to these C counted positions) -> (per-token loss [C], per-token metrics {name: [C]})
 TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
@@ -21,6 +22,7 @@ TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 # A head that is not in fp32 is converted this many bytes of fp32 rows at a time: a whole converted copy (0.5 GB for 152k x 896)
 # would be the largest tensor of a step. An fp32 head is used as it is, in one piece.
 CONVERTED_BYTES = 32 * 2**20
+PACKED_BYTES = 128 * 2**20  # a larger head is not packed for the loss: the copy would be the largest tensor of a step
 LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, where its length is not given; a divergence holds about eight such tensors
 
 
@@ -32,6 +34,12 @@ def cross_entropy(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tenso
 def tokens_per_chunk(head: Head, given: int | None) -> int:
     """The chunk length that was asked for, or as many tokens as have LOGIT_BYTES of logits."""
     return given or head.rows_within(LOGIT_BYTES)
+
+
+def pack_head(head: Head, kernels: Kernels) -> Head:
+    """The head with its rows packed for fast exact products, where `kernels` have them and the copy is not too large."""
+    rows = head.vocab_size * head.weight.shape[1] * head.weight.itemsize
+    return head.packed(kernels) if rows <= PACKED_BYTES else head
 
 
 def chunked_loss(

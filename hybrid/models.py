@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreT
 from hybrid import sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
-from hybrid.loss_head import head_logits, tokens_per_chunk
+from hybrid.loss_head import head_logits, pack_head, tokens_per_chunk
 from hybrid.mesh import Mesh, raise_together
 from hybrid.policy import HeadFunction, PolicyModule, inputs, mode
 from hybrid.sharding import ShardedSource, outside_inference_mode
@@ -211,7 +211,7 @@ class ShardedModel:
         """[N] fp32: log_softmax(z / temperature) of each counted target (temperature 0: of z). Collective."""
 
         def logprobs(hidden: Tensor, head: Head) -> Tensor:
-            head = head.packed(self.kernels)
+            head = pack_head(head, self.kernels)
             size = tokens_per_chunk(head, self.config.loss_chunk_tokens)
             parts = []
             for start in range(0, batch.num_targets, size):
@@ -241,7 +241,7 @@ class ShardedModel:
         with source.scope(""):
             head = self.module.gathered_head()
             bias = None if head.bias is None else head.bias.detach()
-            yield replace(head, weight=head.weight.detach(), bias=bias).packed(self.kernels)
+            yield pack_head(replace(head, weight=head.weight.detach(), bias=bias), self.kernels)
 
     @property
     def num_rows(self) -> int:

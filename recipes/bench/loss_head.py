@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hybrid.batch import Batch
-from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, head_logits, tokens_per_chunk
+from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, head_logits, pack_head, tokens_per_chunk
 from inference_v2.head import Head
 from inference_v2.kernels import get_kernels
 from recipes.bench.machine import machine, versions
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         batch, token_loss = _batch(args, hidden.detach()), _token_loss(args, weight.detach(), kernels)
 
         def head_of_step() -> Head:
-            return Head(weight).packed(kernels)
+            return pack_head(Head(weight), kernels)
 
         def forward_backward(rows: torch.Tensor = hidden, batch: Batch = batch) -> None:
             hidden.grad = weight.grad = None
@@ -91,7 +91,7 @@ def _batch(args: argparse.Namespace, teacher_hidden: torch.Tensor) -> Batch:
 def _token_loss(args: argparse.Namespace, weight: torch.Tensor, kernels: Any) -> TokenLoss:
     if args.loss == "cross_entropy":
         return cross_entropy
-    return divergence_token_loss(DistillLoss(divergence=args.loss), Head(weight).packed(kernels), 1.0)
+    return divergence_token_loss(DistillLoss(divergence=args.loss), pack_head(Head(weight), kernels), 1.0)
 
 
 @torch.no_grad()
