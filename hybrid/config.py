@@ -70,7 +70,10 @@ class HybridConfig(Strict):
         "float32", description="dtype of shards, their gradients and optimizer state (ranks add gradients in fp32)"
     )
     compute_dtype: Dtype = Field("float32", description="dtype of gathered weights and activations, in training and in rollouts")
-    attn_implementation: Literal["sdpa", "eager"] = "sdpa"
+    attn_implementation: Literal["auto", "packed", "sdpa", "eager"] = Field(
+        "auto",
+        description="packed: no padding, on a CPU the rollout's own attention; auto: packed where it can be, else sdpa; logged",
+    )
     activation_checkpointing: bool = False
     dropout: bool = Field(False, description="keep the checkpoint's dropout in training forwards (SFT); off: deterministic")
     freeze: tuple[str, ...] = Field(

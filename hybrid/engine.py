@@ -22,7 +22,7 @@ from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, pack_head, 
 from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
 from hybrid.models import ShardedModel
 from hybrid.modes import Generation, Swap
-from hybrid.policy import empty_batch, inputs, mode
+from hybrid.policy import empty_batch, mode
 from hybrid.runner import Runner
 from hybrid.sharding import outside_inference_mode
 from inference_v2.head import Head
@@ -212,7 +212,7 @@ class HybridEngine:
                 failed.append(error)
                 return chunked_loss(hidden[:0], head, batch.select(0, 0), token_loss, chunk_tokens)
 
-        return self.model.module(*inputs(batch), batch.loss_index, head_function)
+        return self.model.module(batch, head_function)
 
     def _agree(self, sums: dict[str, Tensor], failed: list[Exception]) -> list[str]:
         """The metrics' names over all ranks: one that saw no token knows none. Raises on every rank where any has `failed`."""

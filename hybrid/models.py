@@ -18,12 +18,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from hybrid import sharding
+from hybrid import attention, sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, pack_head, tokens_per_chunk
 from hybrid.mesh import Mesh, raise_together
-from hybrid.policy import HeadFunction, PolicyModule, inputs, mode
+from hybrid.policy import HeadFunction, PolicyModule, mode
 from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
 from inference_v2.kernels import get_kernels
@@ -129,6 +129,7 @@ class ShardedModel:
         model.files = loaded.source
         model._allocate()
         model._fill(loaded.source)
+        model._open_attention()
         return model
 
     @classmethod
@@ -144,7 +145,7 @@ class ShardedModel:
                     parameter.data = parameter.data.to(master)
             for tensor in (*hf.parameters(), *hf.buffers()):
                 dist.broadcast(tensor.data, 0)
-        return cls(
+        model = cls(
             hf,
             config,
             mesh,
@@ -155,6 +156,8 @@ class ShardedModel:
             vocab_limit=config.vocab_limit or _tokenizer_size(tokenizer, hf_config),
             frozen=frozenset(name for name, p in hf.named_parameters() if not p.requires_grad),
         )
+        model._open_attention()
+        return model
 
     def _check_settings(self, names: Sequence[str]) -> None:
         """Raises ValueError for settings of a trained model that do not fit it."""
@@ -201,6 +204,20 @@ class ShardedModel:
             target.copy_(rows)
             del rows  # before the next is read
 
+    def _open_attention(self) -> None:
+        """Choose what the training and scoring forwards run. Collective. Raises ValueError as `attention.choose`."""
+
+        def hidden_states(name: str, batch: Batch) -> Tensor:
+            self._set_attention(name)
+            return self.hidden_states(batch)
+
+        name = attention.choose(self.module.hf, self.spec, self.config, self.mesh, hidden_states)
+        self._set_attention(name)
+
+    def _set_attention(self, name: str) -> None:
+        attention.use(self.module.hf, name)
+        self.module.packs = name == attention.PACKED
+
     # -- verbs without gradients
 
     def hidden_states(self, batch: Batch) -> Tensor:
@@ -227,7 +244,7 @@ class ShardedModel:
         batch = batch.to(self.mesh.device)
         with outside_inference_mode(), torch.no_grad(), mode(self.module, train=False):
             try:
-                return self.module(*inputs(batch), batch.loss_index, head_function)
+                return self.module(batch, head_function)
             except BaseException:
                 sharding.abandon(self.module)
                 raise
@@ -242,6 +259,11 @@ class ShardedModel:
             head = self.module.gathered_head()
             bias = None if head.bias is None else head.bias.detach()
             yield pack_head(replace(head, weight=head.weight.detach(), bias=bias), self.kernels)
+
+    @property
+    def packs(self) -> bool:
+        """Whether a batch runs unpadded, so that its size is its number of tokens."""
+        return self.module.packs
 
     @property
     def num_rows(self) -> int:
@@ -306,7 +328,7 @@ def build_on_meta(hf_config: PreTrainedConfig, config: HybridConfig, dtype: torc
         hf = auto.from_config(
             copy.deepcopy(hf_config),
             dtype=dtype,
-            attn_implementation=config.attn_implementation,
+            attn_implementation=None if config.attn_implementation in ("auto", "packed") else config.attn_implementation,
             trust_remote_code=config.trust_remote_code,
         )
     for module in hf.modules():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
+from hybrid.attention import packing
 from hybrid.batch import Batch
 from inference_v2.head import Head
 
@@ -28,6 +30,7 @@ class PolicyModule(nn.Module):
     def __init__(self, hf: PreTrainedModel, *, vocab_limit: int | None = None, activation_checkpointing: bool = False) -> None:
         super().__init__()
         self.hf = hf
+        self.packs = False  # whether the decoder's attention takes packed sequences; else they are padded
         self.vocab_limit = vocab_limit
         text = hf.config.get_text_config()
         self._scale = float(getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1))
@@ -65,18 +68,20 @@ class PolicyModule(nn.Module):
         module = cast(nn.Linear, self.head_module)
         return Head(module.weight, module.bias, vocab_limit=self.vocab_limit, scale=self._scale, softcap=self._softcap)
 
-    def forward(
-        self,
-        token_ids: Tensor,  # [B, L]
-        position_ids: Tensor,  # [B, L]
-        flat_index: Tensor,  # [T]: places of the packed tokens in the [B * L] view
-        hidden_index: Tensor | None = None,  # [N] into T; None: all of them
-        head_function: HeadFunction[R] | None = None,
-    ) -> R | Tensor:
+    def forward(self, batch: Batch, head_function: HeadFunction[R] | None = None) -> R | Tensor:
+        """Hidden states [N, H] at the batch's `loss_index`, or what `head_function` makes of them and of the head. A rank without
+        tokens runs one that nothing reads, with the same collectives."""
         decoder = self.hf.get_decoder()
-        states = decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False).last_hidden_state  # [B, L, H]
-        rows = flat_index if hidden_index is None else flat_index[hidden_index]
-        hidden = states.flatten(0, 1).index_select(0, rows)
+        if batch.num_tokens == 0:
+            batch = one_token(batch)
+        if self.packs:
+            token_ids, position_ids, rows = batch.token_ids[None], batch.positions[None], batch.loss_index
+            options = {"packed": packing(batch.cu_seqlens)}
+        else:
+            token_ids, position_ids, flat_index = batch.padded()
+            rows, options = flat_index[batch.loss_index], {}
+        out = decoder(input_ids=token_ids, position_ids=position_ids, use_cache=False, **options)
+        hidden = out.last_hidden_state.flatten(0, 1).index_select(0, rows)  # of [B, L, H] or [1, T, H]
         return hidden if head_function is None else self.head_module(hidden, head_function)
 
 
@@ -114,12 +119,10 @@ def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
             m.training = flag
 
 
-def inputs(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """`batch.padded()`, at least one token wide: a rank without tokens runs one that nothing reads, with the same collectives."""
-    if batch.num_tokens:
-        return batch.padded()
-    one = torch.zeros(1, 1, dtype=torch.long, device=batch.token_ids.device)
-    return one, one, one[0, :0]
+def one_token(batch: Batch) -> Batch:
+    """A batch without tokens, with one that does not count."""
+    zero = batch.token_ids.new_zeros(1)
+    return replace(batch, token_ids=zero, positions=zero, cu_seqlens=torch.arange(2, device=zero.device))
 
 
 def empty_batch(device: torch.device | str = "cpu") -> Batch:

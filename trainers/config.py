@@ -185,7 +185,9 @@ class DistillLoss(Strict):
 
 
 class TrainSection(Strict):
-    micro_batch_tokens: int = Field(4096, ge=1, description="padded tokens of one forward and backward, per rank")
+    micro_batch_tokens: int = Field(
+        4096, ge=1, description="tokens of one forward and backward, per rank, padding included where there is any"
+    )
     batch_size: int = Field(32, ge=1, description="SFT: sequences per optimizer step, over all ranks")
     completion_only: bool = Field(True, description="SFT: the prompt's tokens are not trained on")
 

@@ -183,7 +183,13 @@ class Run:
             phase.tokens += sum(len(r.ids) for r in rollouts) if fields else 0
         record = {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **self._swap()}
         certifier = self._certifier(step, sampled=record["sampled"] > 0)
-        batches = make_batches(rollouts, config.train.micro_batch_tokens, with_prompt=algorithm.with_prompt, fields=fields)
+        batches = make_batches(
+            rollouts,
+            config.train.micro_batch_tokens,
+            with_prompt=algorithm.with_prompt,
+            packed=engine.model.packs,
+            fields=fields,
+        )
         with monitor.phase("train") as phase:
             phase.tokens += sum(b.num_tokens for b in batches)
             with algorithm.token_loss() as token_loss:

@@ -64,7 +64,7 @@ class TeacherScorer:
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         seen = [with_privileged_prompt(r) for r in rollouts]
-        groups = group_by_length([len(r.ids) for r in seen], self.micro_batch_tokens)
+        groups = group_by_length([len(r.ids) for r in seen], self.micro_batch_tokens, packed=self.model.packs)
         hidden: list[Tensor] = [torch.empty(0)] * len(seen)
         with self._on_device():
             for number, batch in enumerate(self.engine.equalise([pack([seen[i] for i in group]) for group in groups])):

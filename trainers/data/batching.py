@@ -23,16 +23,19 @@ def counted_positions(rollout: Rollout, *, with_prompt: bool = False) -> list[in
     return places
 
 
-def group_by_length(lengths: Sequence[int], micro_batch_tokens: int) -> list[list[int]]:
-    """Indices of sequences in groups whose padded size (count x longest) is at most `micro_batch_tokens`, longest first. A
-    sequence that is longer on its own gets a group of its own: nothing is cut."""
+def group_by_length(lengths: Sequence[int], micro_batch_tokens: int, *, packed: bool = False) -> list[list[int]]:
+    """Indices of sequences in groups of at most `micro_batch_tokens` tokens, longest first: of those that are run, which are
+    count x longest unless `packed`. A sequence that is longer on its own gets a group of its own: nothing is cut."""
     groups: list[list[int]] = []
+    size = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         longest = lengths[groups[-1][0]] if groups else 0
-        if groups and (len(groups[-1]) + 1) * longest <= micro_batch_tokens:
+        size += lengths[index] if packed else longest
+        if groups and size <= micro_batch_tokens:
             groups[-1].append(index)
         else:
             groups.append([index])
+            size = lengths[index]
     return groups
 
 
@@ -41,11 +44,12 @@ def make_batches(
     micro_batch_tokens: int,
     *,
     with_prompt: bool = False,
+    packed: bool = False,
     fields: Mapping[str, Sequence[Tensor]] | None = None,
 ) -> list[Batch]:
-    """Micro-batches over `rollouts`, length-sorted. `fields[name][i]` [n_i, ...] fills the named Batch field for the counted
-    tokens of rollout i (what a scorer returned)."""
-    groups = group_by_length([len(r.ids) for r in rollouts], micro_batch_tokens)
+    """Micro-batches over `rollouts`, length-sorted; `packed` if the model runs them unpadded. `fields[name][i]` [n_i, ...] fills
+    the named Batch field for the counted tokens of rollout i (what a scorer returned)."""
+    groups = group_by_length([len(r.ids) for r in rollouts], micro_batch_tokens, packed=packed)
     return [
         pack(
             [rollouts[i] for i in group],
