@@ -22,7 +22,7 @@ TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 # A head that is not in fp32 is converted this many bytes of fp32 rows at a time: a whole converted copy (0.5 GB for 152k x 896)
 # would be the largest tensor of a step. An fp32 head is used as it is, in one piece.
 CONVERTED_BYTES = 32 * 2**20
-PACKED_BYTES = 128 * 2**20  # a larger head is not packed for the loss: the copy would be the largest tensor of a step
+PACKED_BYTES = 64 * 2**20  # of packed rows held for the loss: a whole copy of a large head would be the largest tensor of a step
 LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, where its length is not given; a divergence holds about eight such tensors
 
 
@@ -37,9 +37,23 @@ def tokens_per_chunk(head: Head, given: int | None) -> int:
 
 
 def pack_head(head: Head, kernels: Kernels) -> Head:
-    """The head with its rows packed for fast exact products, where `kernels` have them and the copy is not too large."""
-    rows = head.vocab_size * head.weight.shape[1] * head.weight.itemsize
-    return head.packed(kernels) if rows <= PACKED_BYTES else head
+    """The head with the product that rollouts use, where `kernels` have one, so that equal hidden states give equal logits. A
+    large head is not held packed: its rows are, PACKED_BYTES at a time, at every product."""
+    pack, weight = kernels.pack_linear, head.weight.detach()
+    rows = max(1, PACKED_BYTES // (weight.shape[1] * weight.itemsize))
+    packable = pack is not None and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and head.product is None
+    if not packable or head.vocab_size <= rows:
+        return head.packed(kernels)
+    assert pack is not None
+
+    def product(x: Tensor) -> Tensor:
+        logits = torch.empty(x.shape[0], head.vocab_size)
+        for start in range(0, head.vocab_size, rows):
+            stop = min(start + rows, head.vocab_size)
+            logits[:, start:stop] = pack(weight[start:stop], None, torch.float32)(x)
+        return logits
+
+    return replace(head, product=product)
 
 
 def chunked_loss(

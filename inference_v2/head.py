@@ -50,7 +50,7 @@ class Head:
         hidden states."""
         n = self.vocab_size
         bias = None if self.bias is None else self.bias[:n].float()
-        if self.product is None:
+        if self.product is None or (torch.is_grad_enabled() and hidden.requires_grad):  # a packed product has no backward
             z = F.linear(hidden.float(), self.weight[:n].float(), bias)
         else:
             z = self.product(hidden.to(torch.bfloat16).reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], n)

@@ -106,7 +106,7 @@ class FusedWeights:
     ) -> None:
         self.spec = spec
         self.dtype = dtype
-        self.device = torch.device(device)
+        self.device = torch.empty(0, device=device).device  # with its index, as tensors say it
         self.version = -1
         self.placement = 0
         self._kernels = kernels

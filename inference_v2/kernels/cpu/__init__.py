@@ -68,6 +68,14 @@ def _dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return (x if dtype is None else x.to(dtype)).contiguous()
 
 
+def _require(dtype: torch.dtype, *tensors: Tensor | None) -> None:
+    """Raises ValueError for what C++ would read as something else."""
+    for x in tensors:
+        if x is not None and not (x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous()):
+            given = f"{x.dtype} on {x.device}, strides {x.stride()}"
+            raise ValueError(f"CPU kernel: {given}; allowed: {dtype} on the CPU, contiguous")
+
+
 def _heads(x: Tensor) -> Tensor:
     """[T, heads, D] whose tokens may lie apart, but whose heads are one behind the other."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
@@ -97,6 +105,7 @@ class CpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dim = x.shape[-1]
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, dim).contiguous()
+        _require(x.dtype, weight)
         y = torch.empty(x.shape, dtype=x.dtype)
         stride = rows.stride(0) if rows.shape[0] > 1 else dim
         self._rms_norm[x.dtype](rows.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), rows.shape[0], dim, stride)
@@ -104,6 +113,7 @@ class CpuKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
+        _require(x.dtype, residual, weight)
         y, total = torch.empty_like(x), torch.empty_like(x)
         dim = x.shape[-1]
         pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), total.data_ptr())
@@ -135,6 +145,10 @@ class CpuKernels:
         tokens, num_heads, head_dim = q.shape
         out = torch.empty(q.shape, dtype=q.dtype)
         cos, sin = (None, None) if table is None else table
+        _require(q.dtype, k_pool, v_pool, cos, sin, q_norm, k_norm)
+        _require(torch.int64, slots, positions)
+        if not q.dtype == k.dtype == v.dtype:
+            raise ValueError(f"CPU kernel: q, k, v in {q.dtype}, {k.dtype}, {v.dtype}; allowed: one dtype")
         half = 0 if cos is None else cos.shape[-1]
         arguments = _EnterAttention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), slots.data_ptr(),
@@ -162,6 +176,7 @@ class CpuKernels:
         q, block_tables = q.contiguous(), _dense(block_tables, torch.int32)
         cu_query_lens, context_lens = _dense(cu_query_lens, torch.int32), _dense(context_lens, torch.int32)
         sinks = None if sinks is None else _dense(sinks, torch.float32)
+        _require(q.dtype, q, k_pool, v_pool)
         out = torch.empty_like(q)
         arguments = _Attention(
             q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), cu_query_lens.data_ptr(),
@@ -179,11 +194,15 @@ class CpuKernels:
         in one order for every row count: a row's bits do not depend on the batch."""
         out_features, in_features = weight.shape
         packed = torch.empty(self._packed_size(out_features, in_features), dtype=torch.bfloat16)
-        self._pack(weight.contiguous().data_ptr(), packed.data_ptr(), out_features, in_features)
+        weight = weight.contiguous()  # a name keeps it alive for the call
+        _require(torch.bfloat16, weight)
+        self._pack(weight.data_ptr(), packed.data_ptr(), out_features, in_features)
         bias = None if bias is None else _dense(bias, torch.bfloat16)
         linear, is_float = self._linear, out_dtype == torch.float32
 
         def product(x: Tensor) -> Tensor:
+            if x.dtype != torch.bfloat16:
+                raise ValueError(f"packed product: x in {x.dtype}; allowed: bfloat16")
             x = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, in_features).contiguous()
             rows = x.shape[0]
             y = torch.empty(rows, out_features, dtype=out_dtype)

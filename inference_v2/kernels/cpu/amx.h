@@ -18,8 +18,8 @@ struct alignas(64) TileConfig {
 // While it lives this thread's tiles are ours; then they are configured as they were found
 class TileScope {
    public:
-    TileScope() { _tile_storeconfig(&before); }
-    ~TileScope() { _tile_loadconfig(&before); }
+    TileScope() { asm volatile("sttilecfg %0" : "=m"(before)); }
+    ~TileScope() { load(before); }
     TileScope(const TileScope&) = delete;
 
     // Rows of each of the eight tiles; a row has 64 bytes
@@ -32,10 +32,13 @@ class TileScope {
             now.bytes[t] = 64;
             now.rows[t] = rows[t];
         }
-        _tile_loadconfig(&now);
+        load(now);
     }
 
    private:
+    // Not the intrinsic: gcc 12's names 8 of the 64 bytes as its input, and the others may be optimised away
+    static void load(const TileConfig& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
+
     TileConfig before, now;
 };
 

@@ -33,6 +33,13 @@ class BuildError(RuntimeError):
 @functools.cache
 def library(march: str = "native") -> ctypes.CDLL:
     """The compiled kernels for this CPU, or for another `march`, as gcc names it. Raises BuildError."""
+    try:
+        return _library(march)
+    except OSError as error:  # a cache that cannot be locked or run from, a full disk
+        raise BuildError(f"no library of compiled kernels: {error}; set XDG_CACHE_HOME to a folder of yours") from None
+
+
+def _library(march: str) -> ctypes.CDLL:
     compiler = shlex.split(os.environ.get("CXX") or shutil.which("g++") or "")
     if not compiler:
         raise BuildError("no g++ was found; install one (apt-get install g++), or set CXX")
@@ -56,6 +63,7 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: Sequence[Pa
             first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
             raise BuildError(f"{compiler[0]} failed: {first}")
         log.info("built the CPU kernels into %s", path)
+        built.chmod(0o700)  # whatever the umask: what others can write is not loaded
         os.replace(built, path)
 
 
@@ -70,7 +78,12 @@ def _key(files: Sequence[Path], compiler: Sequence[str], flags: Sequence[str]) -
     """Of everything that the machine code depends on."""
     version = _run([*compiler, "--version"]).stdout.partition("\n")[0]
     digest = hashlib.sha256()
-    for part in (*(file.read_bytes() for file in files), version.encode(), repr(flags).encode(), _cpu().encode()):
+    for part in (
+        *(file.read_bytes() for file in files),
+        version.encode(),
+        repr((flags, platform.libc_ver())).encode(),
+        _cpu().encode(),
+    ):
         digest.update(hashlib.sha256(part).digest())
     return f"kernels-{digest.hexdigest()[:24]}"
 

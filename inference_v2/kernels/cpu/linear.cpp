@@ -21,7 +21,6 @@ struct Linear {
     void* y;                        // [rows, out], bf16 or fp32
     int64_t rows, in, out, x_stride;
     int32_t y_is_float;
-    int64_t first_row;  // of the rows that share a pass over the weight
 };
 
 INLINE int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -73,9 +72,9 @@ INLINE void write_tile(const Linear& a, const float* sums, int64_t row, int rows
     for (int i = 0; i < rows; i++) write(a, row + i, feature, load(sums + i * 16));
 }
 
-// Up to 32 rows of one panel
-INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, TileScope& tiles) {
-    const bool fetch = a.first_row == row;  // the first to read this panel
+// Up to 32 rows of one panel; `fetch`: the first to read it
+INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool fetch,
+                       TileScope& tiles) {
     const int first = std::min(rows, 16), second = rows - first;
     const bf16 *x0 = a.x + row * a.x_stride, *x1 = x0 + 16 * a.x_stride;
     const int64_t stride = a.x_stride * sizeof(bf16);
@@ -151,7 +150,7 @@ INLINE void few_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t 
 
 constexpr int ROW_BLOCK = 12;
 
-INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, TileScope&) {
+INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool, TileScope&) {
     while (rows >= 12) few_rows<12>(a, panel, depth, n0, row), row += 12, rows -= 12;
     while (rows >= 4) few_rows<4>(a, panel, depth, n0, row), row += 4, rows -= 4;
     while (rows >= 1) few_rows<1>(a, panel, depth, n0, row), row += 1, rows -= 1;
@@ -164,7 +163,7 @@ const char* kind() { return "avx512_bf16"; }
 
 struct TileScope {};
 constexpr int ROW_BLOCK = 1;
-INLINE void panel_rows(const Linear&, const bf16*, int64_t, int64_t, int64_t, int, TileScope&) {}
+INLINE void panel_rows(const Linear&, const bf16*, int64_t, int64_t, int64_t, int, bool, TileScope&) {}
 bool prepare() { return false; }
 const char* kind() { return "none"; }
 
@@ -182,14 +181,14 @@ void linear(Linear a) {
     const int64_t block = up(std::max<int64_t>(ROW_BLOCK, (1 << 19) / depth), ROW_BLOCK);  // rows of x that stay in the L2 cache
     for (int64_t m0 = 0; m0 < a.rows; m0 += block) {
         const int64_t m1 = std::min(m0 + block, a.rows);
-        a.first_row = m0;
 #pragma omp parallel
         {
             TileScope tiles;
 #pragma omp for schedule(static)
             for (int64_t p = 0; p < panels; p++)
                 for (int64_t m = m0; m < m1; m += ROW_BLOCK)
-                    panel_rows(a, a.packed + p * PANEL * depth, depth, p * PANEL, m, std::min<int64_t>(ROW_BLOCK, m1 - m), tiles);
+                    panel_rows(a, a.packed + p * PANEL * depth, depth, p * PANEL, m, std::min<int64_t>(ROW_BLOCK, m1 - m), m == m0,
+                               tiles);
         }
     }
 }

@@ -49,8 +49,9 @@ double segment_masses(const float* z, float peak, float temperature, int64_t n, 
     double whole = 0;
     masses.clear();
     for (int64_t s = 0; s < n; s += SEGMENT) {
-        f32x16 sums{};
-        for (int64_t i = s; i < std::min<int64_t>(s + SEGMENT, n); i += WIDTH) sums += weights(z + i, peak, temperature, n - i);
+        f64x16 sums{};  // a tail token beside the peak would vanish from an fp32 sum
+        for (int64_t i = s; i < std::min<int64_t>(s + SEGMENT, n); i += WIDTH)
+            sums += __builtin_convertvector(weights(z + i, peak, temperature, n - i), f64x16);
         double mass = 0;
         for (int j = 0; j < WIDTH; j++) mass += sums[j];
         masses.push_back(mass);

@@ -14,6 +14,7 @@ typedef float f32x16 __attribute__((vector_size(64)));
 typedef int32_t i32x16 __attribute__((vector_size(64)));
 typedef uint32_t u32x16 __attribute__((vector_size(64)));
 typedef uint16_t u16x16 __attribute__((vector_size(32)));
+typedef double f64x16 __attribute__((vector_size(128)));
 
 constexpr int WIDTH = 16;
 #define INLINE inline __attribute__((always_inline))

@@ -21,9 +21,10 @@ from torch.utils._pytree import tree_leaves
 from hybrid import loss_head
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
-from hybrid.loss_head import chunked_loss, head_logits, tokens_per_chunk
+from hybrid.loss_head import chunked_loss, head_logits, pack_head, tokens_per_chunk
 from hybrid.mesh import open_mesh
 from inference_v2.head import Head
+from inference_v2.kernels import get_kernels
 from inference_v2.models import spec_of
 from inference_v2.weights import FusedWeights
 
@@ -140,6 +141,14 @@ def test_rollout_and_trainer_give_equal_hidden_states_bit_equal_logits(dtype: to
     trainer = Head(model.get_output_embeddings().weight.detach().to(dtype), vocab_limit=79)
     with weights.final() as final:
         assert torch.equal(head_logits(trainer, hidden), final.head.logits(hidden))
+
+
+def test_a_large_head_is_packed_in_blocks_with_the_bits_of_a_whole_one(monkeypatch) -> None:
+    kernels = get_kernels("auto", "cpu", torch.bfloat16)
+    hidden, weight, _ = (leaf.detach().bfloat16() for leaf in leaves())
+    whole = pack_head(Head(weight, vocab_limit=37), kernels)
+    monkeypatch.setattr(loss_head, "PACKED_BYTES", 7 * weight.shape[1] * 2)
+    assert torch.equal(pack_head(Head(weight, vocab_limit=37), kernels).logits(hidden), whole.logits(hidden))
 
 
 @pytest.mark.parametrize("garbage", [math.nan, math.inf, -math.inf, -1e10])

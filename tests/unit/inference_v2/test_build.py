@@ -59,6 +59,20 @@ def test_processes_that_start_together_build_once(sources):
     assert num_builds(sources) == 1
 
 
+def test_a_library_built_under_an_open_umask_is_ours_alone(sources):
+    before = os.umask(0o002)
+    try:
+        assert load().four() == load().four() == 4
+    finally:
+        os.umask(before)
+
+
+def test_a_cache_that_cannot_be_used_is_a_build_error(sources, monkeypatch):
+    monkeypatch.setattr(build.ctypes, "CDLL", lambda path: (_ for _ in ()).throw(OSError("failed to map segment")))
+    with pytest.raises(BuildError, match="failed to map segment; set XDG_CACHE_HOME"):
+        load()
+
+
 def test_what_others_can_write_is_not_loaded(sources):
     load()
     (library,) = (sources.parent / "cache").glob("hybrid/*.so")

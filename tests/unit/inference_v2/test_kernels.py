@@ -267,6 +267,35 @@ def test_packed_products_are_exact_and_a_row_is_alone_what_it_is_in_a_batch(
     assert torch.equal(rounded, torch.zeros_like(rounded) + (0 if added is None else added))
 
 
+def test_a_weight_that_is_a_view_is_packed_as_what_it_shows_and_another_dtype_is_refused() -> None:
+    if KERNELS.pack_linear is None:
+        pytest.skip("this build has no packed product")
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(512, 700, generator=generator).bfloat16().t(), torch.randn(5, 512, generator=generator).bfloat16()
+    got = KERNELS.pack_linear(weight, None, torch.float32)(x)
+    torch.testing.assert_close(got, x.float() @ weight.float().t(), rtol=0, atol=1e-3)
+    with pytest.raises(ValueError, match=r"x in torch\.float32; allowed: bfloat16"):
+        KERNELS.pack_linear(weight, None)(x.float())
+    with pytest.raises(ValueError, match="float32"):
+        KERNELS.pack_linear(weight.float(), None)
+
+
+def test_tensors_that_cpp_would_misread_are_refused() -> None:
+    if KERNELS.name != "cpu":
+        pytest.skip("other backends check on their own")
+    q, k, v = random_qkv(4, 2, 1, 8)
+    pools = [torch.zeros(1, 8, 1, 8) for _ in range(2)]
+    slots = positions = torch.arange(4)
+    with pytest.raises(ValueError, match="one dtype"):
+        KERNELS.enter_attention(q[0], k[0], v[0].bfloat16(), *pools, slots, positions)
+    with pytest.raises(ValueError, match=r"allowed: torch\.float32"):
+        KERNELS.enter_attention(q[0], k[0], v[0], pools[0].bfloat16(), pools[1], slots, positions)
+    with pytest.raises(ValueError, match=r"allowed: torch\.int64"):
+        KERNELS.enter_attention(q[0], k[0], v[0], *pools, slots.int(), positions)
+    with pytest.raises(ValueError, match="contiguous"):
+        KERNELS.rms_norm(q[0, :, 0], torch.ones(16)[::2], 1e-5)
+
+
 def test_a_product_next_to_onednn_leaves_its_tiles_alone() -> None:
     """Both configure the tile registers of a thread, and oneDNN remembers what it configured."""
     if KERNELS.pack_linear is None:
