@@ -1,4 +1,4 @@
-# make venv | demo | test | test-slow | check | clean.  Needs Python 3.11, make and the package index.
+# make venv | demo | test | test-slow | test-gpu | check | clean.  Needs Python 3.11, make and the package index.
 #
 # On a GPU machine install your build of torch first and keep it:   make venv PYTHON=/path/to/python KEEP_TORCH=1
 # The environment then sees that Python's packages, and the torch and triton lines of constraints.txt are left out.
@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
 
-.PHONY: venv demo test test-slow check clean
+.PHONY: venv demo test test-slow test-gpu check clean
 .DEFAULT_GOAL := venv
 
 venv: $(INSTALLED)
@@ -30,6 +30,9 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-gpu: venv
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
 
 check: venv
 	$(BIN)/ruff format --check .
