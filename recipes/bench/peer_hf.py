@@ -49,9 +49,11 @@ def rollout(model: Any, job: dict[str, Any]) -> None:
 
 def score(model: Any, job: dict[str, Any]) -> None:
     starts, sequences = job["starts"], job["sequences"]
+    total = 0.0
 
     def logprobs(count: int = len(sequences)) -> int:
-        tokens = 0
+        nonlocal total
+        total, tokens = 0.0, 0
         for first in range(0, count, SCORE_ROWS):
             part, begin = sequences[first : first + SCORE_ROWS], starts[first : first + SCORE_ROWS]
             ids, mask = padded(part, left=False)
@@ -60,12 +62,15 @@ def score(model: Any, job: dict[str, Any]) -> None:
             for row, sequence, start in zip(logits, part, begin):
                 at = slice(start - min(begin), len(sequence) - min(begin))
                 targets = torch.tensor(sequence[start:])
-                tokens += row[at].float().log_softmax(-1).gather(-1, targets[:, None]).numel()
+                total += row[at].float().log_softmax(-1)[torch.arange(len(targets)), targets].sum().item()
+                tokens += len(targets)
         return tokens
 
     logprobs(1)
     first_token_at = time.time()
-    write_result(("torch", "transformers"), **timed(logprobs, job["repeats"]), first_token_at=first_token_at)
+    runs = timed(logprobs, job["repeats"])
+    mean = total / runs["tokens"]
+    write_result(("torch", "transformers"), **runs, first_token_at=first_token_at, mean_logprob=mean)
 
 
 def padded(sequences: list[list[int]], *, left: bool) -> tuple[torch.Tensor, torch.Tensor]:

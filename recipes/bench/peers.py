@@ -84,6 +84,7 @@ def run_peer(args: argparse.Namespace, job: Mapping[str, Any]) -> dict[str, Any]
         "peak_memory_bytes": result["peak_memory_bytes"],
         "versions": result["versions"],
         "environment": dict(args.peer_env),
+        **{name: result[name] for name in ("mean_logprob",) if name in result},
     }
 
 

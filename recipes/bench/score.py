@@ -21,13 +21,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     sequences, starts = with_responses(prompts, args.samples, args.new_tokens)
     with threads(args.threads) as num_threads:
         opened = open_engine(args.model, args.dtype)
-        tokens = 0
+        tokens, mean = 0, 0.0
 
         def score() -> None:
-            nonlocal tokens
+            nonlocal tokens, mean
             opened.forget_prefixes()
             scored = opened.engine.score(sequences, starts=starts, hidden=args.hidden)
             tokens = sum(len(one.logprobs) for one in scored)
+            mean = sum(one.logprobs.sum().item() for one in scored) / tokens
 
         seconds = seconds_of(score, args.repeats)
         before = opened.engine.stats()
@@ -43,6 +44,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "new_tokens": args.new_tokens,
             "hidden": args.hidden,
             "tokens": tokens,
+            "mean_logprob": mean,
             "tokens_given": sum(map(len, sequences)),
             "tokens_computed": sum(step.tokens for step in steps),
             "tokens_hit": after.tokens_hit - before.tokens_hit,

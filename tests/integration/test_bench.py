@@ -137,12 +137,12 @@ def test_a_peer_gets_the_ids_the_counts_and_its_own_environment(model, capsys, p
     file.write_text('{"prompt_ids": [5, 6, 7]}\n{"prompt_ids": [8, 9]}\n{"prompt_ids": [4]}\n')
     argv = ("--model", model, "--prompts", file, "--num-prompts", 2, "--samples", 2, "--new-tokens", 3, "--startups", 0)
     options = ("--peer", "vllm", "--peer-python", peer(12, [0.5, 0.25]), "--peer-env", "LD_PRELOAD=", "--peer-env", "A=b=c")
-    report = bench(capsys, "rollout", *argv, "--repeats", 2, "--threads", 1, *options)
+    report = bench(capsys, "rollout", *argv, "--repeats", 2, "--threads", 2, *options)
     seen = peer.seen()
     assert seen["argv"] == ["-m", "recipes.bench.peer_vllm"]
-    job = {"prompts": [[5, 6, 7], [8, 9]], "samples": 2, "new_tokens": 3, "repeats": 2, "threads": 1, "dtype": "bfloat16"}
+    job = {"prompts": [[5, 6, 7], [8, 9]], "samples": 2, "new_tokens": 3, "repeats": 2, "threads": 2, "dtype": "bfloat16"}
     assert {name: seen["job"][name] for name in job} == job
-    assert (seen["env"]["A"], seen["env"]["OMP_NUM_THREADS"]) == ("b=c", "1")
+    assert (seen["env"]["A"], seen["env"]["OMP_NUM_THREADS"]) == ("b=c", "2")
     assert "OMP_WAIT_POLICY" not in seen["env"]
     assert report["peer"]["tokens_per_s"]["runs"] == [24, 48]
     assert report["ratio"] == pytest.approx(report["tokens_per_s"] / 36)
@@ -154,9 +154,10 @@ def test_a_peer_gets_the_ids_the_counts_and_its_own_environment(model, capsys, p
 
 def test_score_counts_response_tokens(model, capsys):
     argv = ("--model", model, "--samples", 2, "--new-tokens", 4, "--num-prompts", 2, "--prompt-tokens", 6, "--repeats", 2)
-    report = bench(capsys, "score", *argv, "--startups", 0, "--hidden", "--peer", "hf")
+    report = bench(capsys, "score", *argv, "--dtype", "float32", "--startups", 0, "--hidden", "--peer", "hf")
     assert report["tokens"] == report["peer"]["tokens"] == 2 * 2 * 4
     assert report["tokens_given"] == 2 * 2 * 10
+    assert report["mean_logprob"] == pytest.approx(report["peer"]["mean_logprob"], abs=1e-5)  # the same places of the same ids
     assert 0 < report["tokens_computed"] + report["tokens_hit"] <= report["tokens_given"]
     assert report["prefill"]["mean_ms"]["head"] > 0
     check_spread(report["seconds"], 2)
