@@ -87,7 +87,8 @@ def test_the_norm_is_that_of_the_whole_gradient_and_clips_it(pool2, tmp_path, st
 def adamw_error(path: str, stage: int) -> float:
     """Three AdamW steps with decay, warm-up and clipping, against torch on the plain module."""
     settings = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.5}
-    engine = make_engine(path, zero_stage=stage, optimizer=settings)
+    # The module's own attention: AdamW makes steps of equal size from gradients near 1e-8, which another order of sums changes
+    engine = make_engine(path, zero_stage=stage, optimizer=settings, attn_implementation="sdpa")
     hf = hf_module(path)
     plain = torch.optim.AdamW(
         [
