@@ -61,6 +61,12 @@ class RolloutConfig(Strict):
     max_copy_bytes: int | None = Field(
         None, ge=1, description="what `auto` lets the fused copy take; None: half of the memory that is free at the first swap"
     )
+    steal: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="gather: full: a rank with room takes over requests that another has not started. auto: with "
+        "engine.batch_invariant; on: also without, where the last bits of log-probs, and so now and then a token, then depend on "
+        "timing, and a resumed run is no longer bit-equal",
+    )
     engine: EngineConfig = EngineConfig()
 
 

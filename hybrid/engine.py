@@ -26,6 +26,7 @@ from hybrid.policy import empty_batch, mode
 from hybrid.runner import Runner
 from hybrid.sharding import outside_inference_mode
 from inference_v2.head import Head
+from inference_v2.scoring import Scored
 from inference_v2.types import Completion, SamplingParams
 
 Config = HybridConfig | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -106,6 +107,37 @@ class HybridEngine:
         with self.generating(unchanged=unchanged) as runner:
             return runner.generate(prompts, sampling, keys)
 
+    def generate_together(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: Sequence[int] | None = None
+    ) -> dict[int, list[Completion]]:
+        """The same from the prompts of all ranks, given on each: who computes which is settled between the ranks, and each gets
+        samples of about as many tokens, by place in the list (Runner.generate_together)."""
+        with self.generating() as runner:
+            return runner.generate_together(prompts, sampling, keys)
+
+    def score_sequences(
+        self,
+        sequences: Sequence[Sequence[int]],
+        *,
+        starts: Sequence[int] | None = None,
+        temperature: float = 1.0,
+        logprobs: bool = True,
+        hidden: bool = False,
+        unchanged: bool = False,
+    ) -> list[Scored]:
+        """fp32 log-probs of each sequence's tokens from `starts` on (default 1), and with `hidden` the final hidden states that
+        predict them, under the current weights: one packed prefill, what sequences begin with alike computed once
+        (InferenceEngine.score). Each rank has its own sequences, as many as it likes. `unchanged` as in `generating`."""
+        with self.generating(unchanged=unchanged) as runner:
+            return runner.score(sequences, starts=starts, temperature=temperature, logprobs=logprobs, hidden=hidden)
+
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Stays in generation inside share one gather, whatever rollout.on_leave says, as long as this engine trains and loads
+        nothing; the caller asserts that nobody else touches the weights (`unchanged` of all but the first entry)."""
+        with self._generation.held():
+            yield
+
     @contextmanager
     def generating(self, *, unchanged: bool = False) -> Iterator[Runner]:
         """One swap for several calls. Module modes, gradient-checkpointing flags and random states are left as they were.
@@ -115,7 +147,7 @@ class HybridEngine:
         already, as do the verbs that change weights.
         """
         self._require_closed()
-        if not unchanged:
+        if not (unchanged or self._generation.holds_stay):
             self.weight_version += 1
         with self._generation.open(self.weight_version) as runner:
             yield runner

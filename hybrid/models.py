@@ -105,11 +105,13 @@ class ShardedModel:
         trainable: bool = True,
         masters: bool | None = None,
         tokenizer: str | None = None,
+        load: bool = True,
     ) -> ShardedModel:
         """A HF folder or hub name, streamed into shards: no rank ever holds more than its shards and one tensor.
 
         masters: keep shards in config.master_dtype (None: if trainable); False: in the compute dtype, enough for a frozen
-        teacher. Raises ValueError for what `load_model` refuses and for missing or surplus weights, with both lists.
+        teacher. load: False leaves the shards on meta until `load`: who only generates may read `files` instead.
+        Raises ValueError for what `load_model` refuses and for missing or surplus weights, with both lists.
         """
         loaded = load_model(path, trust_remote_code=config.trust_remote_code, tokenizer=tokenizer)
         keep = trainable if masters is None else masters
@@ -127,9 +129,8 @@ class ShardedModel:
             path=str(loaded.path),
         )
         model.files = loaded.source
-        model._allocate()
-        model._fill(loaded.source)
-        model._open_attention()
+        if load:
+            model.load()
         return model
 
     @classmethod
@@ -175,6 +176,13 @@ class ShardedModel:
 
     def _is_frozen(self, name: str) -> bool:
         return name.startswith(self.towers) or any(re.search(p, name) for p in self.config.freeze)
+
+    def load(self) -> None:
+        """Fill the shards from the folder. Collective."""
+        assert self.files is not None, "only what came from a folder is loaded later"
+        self._allocate()
+        self._fill(self.files)
+        self._open_attention()
 
     def _allocate(self) -> None:
         """Real memory for the shards; buffers were made real before."""

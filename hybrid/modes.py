@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from hybrid import rng
 from hybrid.memory import checksum, free_bytes, peak_bytes
@@ -22,14 +23,17 @@ from hybrid.module_copy import ModuleCopy, open_module_copy
 from hybrid.runner import LockStep, Runner
 from hybrid.sharding import ShardedSource, gathered, outside_inference_mode, reshard
 from inference_v2.engine import InferenceEngine
+from inference_v2.head import Head
 from inference_v2.models.decoder import Decoder
 from inference_v2.models.fallback import ModuleDecoder
 from inference_v2.models.spec import DecoderSpec
 from inference_v2.rope import RopeTable
-from inference_v2.weights import FusedWeights, ModelWeights, StreamedWeights
+from inference_v2.scoring import Scored
+from inference_v2.weights import FusedWeights, ModelWeights, StreamedWeights, WeightSource
 
 log = logging.getLogger(__name__)
 Gather = Literal["full", "stream"]
+OnLeave = Literal["keep", "offload", "free"]
 
 
 @dataclass(frozen=True)
@@ -42,15 +46,25 @@ class Swap:
     copy_bytes: int  # the fused copy on the device
     enter_ms: float  # until the first prompt could be taken
     leave_ms: float
+    idle_s: float  # this rank waited for others with nothing left to compute
     peak_bytes: int  # of this process: device memory on CUDA, resident memory elsewhere
 
 
 class Generation:
-    """The generating side of one sharded model: its decoder, its copy of the weights, its engine, and when to gather."""
+    """The generating side of one sharded model: its decoder, its copy of the weights, its engine, and when to gather.
 
-    def __init__(self, model: ShardedModel) -> None:
+    on_leave: None: as rollout.on_leave says. keep_pool: whether "keep" is also for the KV pool. from_files: the copy is read from
+    the model's folder, so that the model needs no shards, unless `choose` says stream.
+    """
+
+    def __init__(
+        self, model: ShardedModel, *, on_leave: OnLeave | None = None, keep_pool: bool = True, from_files: bool = False
+    ) -> None:
         self.model = model
         self.config = model.config.rollout
+        self._on_leave = on_leave or self.config.on_leave
+        self._keep_pool = keep_pool
+        self._from_files = from_files
         self.dtype = getattr(torch, model.config.compute_dtype)
         self._kernels = model.kernels
         self.gather: Gather | None = None  # decided at the first swap
@@ -60,6 +74,49 @@ class Generation:
         self._copy: FusedWeights | ModuleCopy | None = None  # None until the first swap, and where layers are streamed
         self._engine: InferenceEngine | None = None
         self._checksums: tuple[int, dict[str, int]] | None = None
+        self._held_since: int | None = None  # the number of stays before `held` began
+        self._number = 0  # of this object in the process group's store, agreed on at the first swap
+        self._num_stays = 0
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Copy and KV pool stay until the end, so that several stays with one version gather once."""
+        self._held_since = self._num_stays
+        try:
+            yield
+        finally:
+            self._held_since = None
+            if not self.is_open:
+                self._leave()
+
+    @property
+    def holds_stay(self) -> bool:
+        """Whether what an earlier stay gathered is still here, inside `held`."""
+        return self._held_since is not None and self._num_stays > self._held_since
+
+    def score(self, version: int, sequences: Sequence[Sequence[int]], **what: Any) -> list[Scored]:
+        """`InferenceEngine.score` of this rank's sequences under the weights of `version`, in a stay of its own. Collective."""
+        with self.open(version) as runner:
+            return runner.score(sequences, **what)
+
+    @property
+    def keeps_copy(self) -> bool:
+        """Whether the full copy outlives a stay."""
+        return self.gather == "full" and self._on_leave != "free"
+
+    def head(self, version: int) -> Head:
+        """The head of the full copy, on the device. Collective where the copy is not that of `version`."""
+        assert self.gather != "stream", "no copy is kept where layers are streamed"
+        if self._copy is None or self._copy.version != version:
+            with self.open(version):
+                pass
+        assert isinstance(self._copy, FusedWeights), "a registered type"
+        device = self.model.mesh.device
+        with self._copy.final() as final:
+            head = final.head
+        if head.weight.is_meta or head.weight.device == device:
+            return head
+        return replace(head, weight=head.weight.to(device), bias=None if head.bias is None else head.bias.to(device))
 
     @contextmanager
     def open(self, version: int) -> Iterator[Runner]:
@@ -82,18 +139,22 @@ class Generation:
         self._verify_checksums(version)
         reshard(self.model.module)
         source = self.model.source()
+        self._num_stays += 1
         lock_step = None
         try:
             weights = self._current_weights(source, version)  # one rank's error in here leaves the others in a gather
             lock_step = LockStep(self.model.mesh)
-            runner = Runner(self._engine_with(weights), lock_step, source if self.gather == "stream" else None)
+            name = f"hybrid/{self._number}/{self._num_stays}" if self._steals() else None
+            runner = Runner(self._engine_with(weights), lock_step, source if self.gather == "stream" else None, name)
             entered = time.perf_counter()
             yield runner
             runner.leave()
             leaving = time.perf_counter()
             held = 0 if self._copy is None else self._copy.nbytes
-            self._leave()
-            self._record(version, source, held, (entered - started) * 1e3, (time.perf_counter() - leaving) * 1e3)
+            if self._held_since is None:
+                self._leave()
+            times = (entered - started) * 1e3, (time.perf_counter() - leaving) * 1e3, runner.idle_s
+            self._record(version, source, held, *times)
         except BaseException:
             self._drop_engine()  # its requests may be half done
             self._leave()
@@ -113,8 +174,11 @@ class Generation:
     def _current_weights(self, source: ShardedSource, version: int) -> ModelWeights:
         model, config = self.model, self.config.engine
         if self._decoder is None:
-            self.gather = self._choose()
+            self.choose()
             self._decoder, self._copy = self._build()
+        if isinstance(self._copy, FusedWeights):
+            self._copy.refresh(self._files() or source, version)
+            return self._copy
         if self._copy is not None:
             self._copy.refresh(source, version)
             return self._copy
@@ -156,20 +220,36 @@ class Generation:
 
     def _leave(self) -> None:
         """What `on_leave` says becomes of the copy and the KV pool."""
-        if self.config.on_leave == "keep":
-            return
-        self._drop_engine()
-        if self._copy is None:
-            return
-        if self.config.on_leave == "offload":
+        if self._on_leave != "keep" or not self._keep_pool:
+            self._drop_engine()
+        if self._copy is not None and self._on_leave == "offload":
             self._copy.offload()
-        else:
+        elif self._copy is not None and self._on_leave == "free":
             self._copy.free()
 
     def _drop_engine(self) -> None:
         if self._engine is not None:
             self._engine.release()
             self._engine = None
+
+    def choose(self) -> Gather:
+        """full or stream: decided once. Collective."""
+        if self.gather is None:
+            self.gather = self._choose()
+            first = self.model.mesh.rank == 0
+            store = dist.distributed_c10d._get_default_store()
+            self._number = int(self.model.mesh.sum([store.add("hybrid/generations", 1) if first else 0])[0])
+        return self.gather
+
+    def _files(self) -> WeightSource | None:
+        return self.model.files if self._from_files else None
+
+    def _steals(self) -> bool:
+        """Whether ranks take over requests. `auto`: where a token's bits depend on nothing that runs beside it, so that nothing
+        depends on when a request was taken over."""
+        if self.gather != "full" or self.model.mesh.world_size == 1 or self.config.steal == "off":
+            return False
+        return self.config.steal == "on" or self.config.engine.batch_invariant
 
     def _choose(self) -> Gather:
         model, mesh = self.model, self.model.mesh
@@ -194,7 +274,7 @@ class Generation:
 
     def _verify_checksums(self, version: int) -> None:
         """debug_checksums: weights of one version must be the same weights. Raises RuntimeError on every rank."""
-        if not self.model.config.debug_checksums:
+        if not self.model.config.debug_checksums or self._from_files:
             return
         now = {name: checksum(shard) for name, shard in self.model.local_shards().items()}
         before = now
@@ -208,11 +288,10 @@ class Generation:
                 "do not assert unchanged=True after an edit"
             )
 
-    def _record(self, version: int, source: ShardedSource, held: int, enter_ms: float, leave_ms: float) -> None:
+    def _record(self, version: int, source: ShardedSource, held: int, enter_ms: float, leave_ms: float, idle_s: float) -> None:
         assert self.gather is not None
-        self.ledger = Swap(
-            self.gather, version, source.bytes_gathered, held, enter_ms, leave_ms, peak_bytes(self.model.mesh.device)
-        )
+        peak = peak_bytes(self.model.mesh.device)
+        self.ledger = Swap(self.gather, version, source.bytes_gathered, held, enter_ms, leave_ms, idle_s, peak)
         log.debug("swap: %s", self.ledger)
 
 

@@ -46,7 +46,7 @@ class Algorithm(Protocol):
         ...
 
     def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
-        """Responses to this rank's share of the step's prompts. Collective."""
+        """This rank's share of the responses to the step's prompts, which are those of all ranks. Collective."""
         ...
 
     def token_loss(self) -> AbstractContextManager[TokenLoss]:

@@ -42,6 +42,13 @@ class ModelConfig(Strict):
         return self
 
 
+Scoring = Literal["auto", "engine", "module"]
+SCORING = (
+    "how its hidden states are made: engine: packed prefills of the inference engine, a prompt once for all its samples; module: "
+    "the training module's forward; auto: engine for registered model types"
+)
+
+
 class FrozenTeacher(Strict):
     kind: Literal["frozen"] = "frozen"
     path: str | None = Field(None, description="another HF folder or hub name")
@@ -50,6 +57,7 @@ class FrozenTeacher(Strict):
     )
     offload: bool = Field(False, description="move its shards to host memory between uses (CUDA)")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(None, description="None: as engine.compute_dtype")
+    scoring: Scoring = Field("auto", description=SCORING)
 
     @model_validator(mode="after")
     def _one(self) -> FrozenTeacher:
@@ -66,6 +74,7 @@ class SelfTeacher(Strict):
     ema_decay: float = Field(0.99, ge=0, lt=1, description="weights: ema only")
     offload: bool = Field(False, description="as a frozen teacher's; weights: live has none of its own to move")
     compute_dtype: Literal["float32", "bfloat16"] | None = Field(None, description="as a frozen teacher's; not for weights: live")
+    scoring: Scoring = Field("auto", description=SCORING)
 
     @model_validator(mode="after")
     def _check(self) -> SelfTeacher:

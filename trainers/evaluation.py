@@ -10,7 +10,7 @@ from typing import Any
 from hybrid.engine import HybridEngine
 from hybrid.mesh import first_error
 from trainers.config import EvalConfig
-from trainers.data.order import DrawnPrompt, share
+from trainers.data.order import DrawnPrompt
 from trainers.rewards import REWARDS, Reward, resolve
 from trainers.rollout import sample_rollouts
 from trainers.types import Prompt, Rollout
@@ -43,8 +43,7 @@ class Evaluator:
     def run(self, engine: HybridEngine) -> Evaluation:
         """Collective: each rank completes its share. Raises ValueError on every rank, naming reward and row, if the reward raises
         or gives no finite number."""
-        mine = [DrawnPrompt(prompt, epoch=0) for prompt in share(self.prompts, engine.rank, engine.world_size)]
-        completed = sample_rollouts(engine, mine, self.config.sampling)
+        completed = sample_rollouts(engine, [DrawnPrompt(prompt, epoch=0) for prompt in self.prompts], self.config.sampling)
         rollouts: list[Rollout] = []
         error: ValueError | None = None
         try:

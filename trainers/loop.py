@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from trainers.algorithm import Algorithm
 from trainers.certificate import Certifier, enforce, is_due
 from trainers.config import OPSDConfig, RunConfig, SFTConfig
 from trainers.data.batching import make_batches
-from trainers.data.order import DataPosition, PromptStream, share
+from trainers.data.order import DataPosition, PromptStream
 from trainers.data.prompts import PromptSet, load_prompts
 from trainers.evaluation import Evaluator, table_rows
 from trainers.losses.reductions import denominator, target_weights
@@ -35,7 +35,7 @@ from trainers.rollout import require_room
 from trainers.run_folder import open_run, starting_model
 from trainers.scoring import open_teacher
 from trainers.sft import SFT
-from trainers.statistics import rollout_statistics
+from trainers.statistics import num_sampled, rollout_statistics
 
 logger = logging.getLogger(__name__)
 
@@ -147,6 +147,8 @@ class Run:
 
     def close(self) -> None:
         self.monitor.close()
+        for scorer in self.algorithm.scorers:
+            scorer.close()
 
     def to_the_end(self, stop: Callable[[], bool], on_step: Callable[[int, dict[str, Any]], None]) -> TrainResult:
         stopped = False
@@ -175,13 +177,16 @@ class Run:
         config, engine, algorithm, monitor = self.config, self.engine, self.algorithm, self.monitor
         step = self.step + 1
         drawn = self.stream.take(algorithm.prompts_per_step)
-        with monitor.phase("rollout") as phase:
-            rollouts = algorithm.rollouts(step, share(drawn, engine.rank, engine.world_size))
-            phase.tokens += sum(len(r.response_ids) for r in rollouts)
-        with monitor.phase("score") as phase:
-            fields = {scorer.field: scorer.score(rollouts) for scorer in algorithm.scorers}
-            phase.tokens += sum(len(r.ids) for r in rollouts) if fields else 0
-        record = {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **self._swap()}
+        with engine.holding() if any(s.reads_policy for s in algorithm.scorers) else nullcontext():
+            before = engine.ledger
+            with monitor.phase("rollout") as phase:
+                rollouts = algorithm.rollouts(step, drawn)
+                phase.tokens += num_sampled(rollouts)
+            swap = self._swap() if engine.ledger is not before else {}
+            with monitor.phase("score") as phase:
+                fields = {scorer.field: scorer.score(rollouts) for scorer in algorithm.scorers}
+                phase.tokens += sum(len(r.ids) for r in rollouts) if fields else 0
+        record = {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **swap}
         certifier = self._certifier(step, sampled=record["sampled"] > 0)
         batches = make_batches(
             rollouts,
@@ -207,9 +212,18 @@ class Run:
         return record
 
     def _swap(self) -> dict[str, float]:
-        """Of the last stay in generation; nothing for an algorithm that never generates."""
+        """Of the stay in generation that sampled the step's responses; `rollout_idle_s`: seconds in which a rank had nothing left
+        to compute and waited for others. Collective."""
         swap = self.engine.ledger
-        return {} if swap is None else {"swap_ms": swap.enter_ms + swap.leave_ms, "swap_bytes": swap.gathered_bytes}
+        assert swap is not None, "the engine has generated"
+        idle = [row[0] for row in self.mesh.table([swap.idle_s])]
+        return {
+            "swap_ms": swap.enter_ms + swap.leave_ms,
+            "swap_bytes": swap.gathered_bytes,
+            "rollout_idle_s_min": min(idle),
+            "rollout_idle_s_mean": sum(idle) / len(idle),
+            "rollout_idle_s_max": max(idle),
+        }
 
     def _forward_backward(self, batches: list[Batch], token_loss: TokenLoss) -> dict[str, float]:
         reduction, length = self.algorithm.reduction, self.algorithm.constant_length

@@ -16,7 +16,7 @@ from hybrid.loss_head import TokenLoss
 from trainers.config import OPSDConfig
 from trainers.data.order import DrawnPrompt, coin
 from trainers.losses import divergence_token_loss
-from trainers.rollout import given_rollouts, require_room, sample_rollouts
+from trainers.rollout import given_rollouts, given_share, require_room, sample_rollouts
 from trainers.scoring import TeacherScorer
 from trainers.types import Prompt, Rollout
 
@@ -56,7 +56,8 @@ class OPSD:
 
     def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
         if coin(self.config.seed, step, self.config.rollout.given_fraction):
-            return given_rollouts(prompts, self.engine.weight_version)
+            mine = given_share(prompts, self.engine.rank, self.engine.world_size)
+            return given_rollouts(mine, self.engine.weight_version)
         return sample_rollouts(self.engine, prompts, self.sampling)
 
     @contextmanager

@@ -6,27 +6,36 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from hybrid.mesh import raise_together
 from inference_v2.types import Completion, SamplingParams
-from trainers.data.order import DrawnPrompt
+from trainers.data.order import DrawnPrompt, share
 from trainers.types import Prompt, Rollout, Span
 
 
 class Generator(Protocol):
     """What rollouts need: `HybridEngine`, or the runner inside `engine.generating()`."""
 
-    def generate(
+    def generate_together(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: Sequence[int] | None = None
-    ) -> list[list[Completion]]: ...
+    ) -> dict[int, list[Completion]]: ...
 
 
 def sample_rollouts(generator: Generator, prompts: Sequence[DrawnPrompt], sampling: SamplingParams) -> list[Rollout]:
-    """`sampling.num_samples` rollouts per prompt of this rank's share, prompt by prompt.
+    """`sampling.num_samples` rollouts per prompt of this rank's share of `prompts` (those of all ranks), prompt by prompt.
 
-    Collective; shares may be unequal or empty. Tokens depend on (sampling.seed, the prompt's key) only. Raises ValueError
-    where the engine refused a prompt (too long for the model or the cache), naming the row.
+    Collective; a share may be empty. Tokens depend on (sampling.seed, the prompt's key) only, and who gets which rollouts on the
+    tokens. Raises ValueError on every rank where the engine refused a prompt (too long for the model or the cache), naming the
+    row.
     """
-    completions = generator.generate([p.prompt.ids for p in prompts], sampling, [p.key for p in prompts])
-    return [_from_policy(drawn, c) for drawn, samples in zip(prompts, completions, strict=True) for c in samples]
+    completions = generator.generate_together([p.prompt.ids for p in prompts], sampling, [p.key for p in prompts])
+    rollouts: list[Rollout] = []
+    error = None
+    try:
+        rollouts = [_from_policy(prompts[i], c) for i, samples in completions.items() for c in samples]
+    except ValueError as caught:
+        error = caught
+    raise_together(error)
+    return rollouts
 
 
 def require_room(
@@ -49,6 +58,11 @@ def require_room(
             f"{num_response}; allowed: {max_model_len} in all; lower data.max_prompt_tokens, max_new_tokens or "
             "data.max_response_tokens, or set engine.rollout.engine.max_model_len"
         )
+
+
+def given_share(prompts: Sequence[DrawnPrompt], rank: int, world_size: int) -> list[DrawnPrompt]:
+    """This rank's share of the prompts of all ranks, of about as many tokens of prompt and given response as the others'."""
+    return share(prompts, rank, world_size, [len(p.prompt.ids) + len(p.prompt.response_ids or ()) for p in prompts])
 
 
 def given_rollouts(prompts: Sequence[DrawnPrompt], weight_version: int) -> list[Rollout]:

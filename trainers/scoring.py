@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from hybrid.config import HybridConfig
 from hybrid.engine import HybridEngine
 from hybrid.models import ShardedModel
+from hybrid.modes import Generation, OnLeave
 from inference_v2.head import Head
 from trainers.config import FrozenTeacher, SelfTeacher, Teacher
 from trainers.data.batching import counted_positions, group_by_length, pack
@@ -41,10 +42,24 @@ class Scorer(Protocol):
         """The moving averages that checkpoints must hold, as DTensors; none where the weights are read from elsewhere."""
         ...
 
+    @property
+    def reads_policy(self) -> bool:
+        """Whether it scores with the policy's own fused copy, which a rollout of the step has gathered already."""
+        ...
+
+    def close(self) -> None:
+        """Free what scoring has kept."""
+        ...
+
 
 class TeacherScorer:
     """`teacher_hidden`: the teacher's final hidden states at the counted positions, with the privileged prompt (where a row has
-    one) in place of the student's. No gradient, no dropout, and the student's mode and generators are left alone."""
+    one) in place of the student's. No gradient, no dropout, and the student's mode and generators are left alone.
+
+    `generation`: packed prefills of the inference engine, which compute the prompt of several samples once; its fused copy is
+    kept for as long as the weights are the same. None: the engine's own for `live` (the policy's copy, which a rollout of the
+    same step has gathered already), else the training module, in micro-batches.
+    """
 
     field = "teacher_hidden"
 
@@ -54,29 +69,58 @@ class TeacherScorer:
         engine: HybridEngine,
         *,
         micro_batch_tokens: int,
+        scoring: Literal["engine", "module"] = "module",
+        generation: Generation | None = None,
         ema_decay: float | None = None,
         offload: bool = False,
     ) -> None:
-        self.model, self.engine = model, engine
+        self.model, self.engine, self.scoring, self.generation = model, engine, scoring, generation
         self.micro_batch_tokens, self.ema_decay, self.offload = micro_batch_tokens, ema_decay, offload
+        self._version = 0  # of the teacher's own weights
         if offload:
             model.offload()
 
+    @property
+    def reads_policy(self) -> bool:
+        """Whether it scores with the policy's own fused copy."""
+        return self.scoring == "engine" and self.generation is None
+
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
         seen = [with_privileged_prompt(r) for r in rollouts]
-        groups = group_by_length([len(r.ids) for r in seen], self.micro_batch_tokens, packed=self.model.packs)
-        hidden: list[Tensor] = [torch.empty(0)] * len(seen)
         with self._on_device():
-            for number, batch in enumerate(self.engine.equalise([pack([seen[i] for i in group]) for group in groups])):
-                states = self.model.hidden_states(batch).to("cpu")  # [N, H]
-                group = groups[number] if number < len(groups) else []
-                for i, rows in zip(group, states.split([len(counted_positions(seen[i])) for i in group]), strict=True):
-                    hidden[i] = rows
+            return self._by_module(seen) if self.scoring == "module" else self._by_engine(seen)
+
+    def _by_engine(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        places = [counted_positions(r) for r in rollouts]
+        starts = [min(p, default=len(r.ids)) for p, r in zip(places, rollouts, strict=True)]
+        sequences = [r.ids for r in rollouts]
+        if self.generation is None:
+            scored = self.engine.score_sequences(sequences, starts=starts, logprobs=False, hidden=True)
+        else:
+            scored = self.generation.score(self._version, sequences, starts=starts, logprobs=False, hidden=True)
+        hidden: list[Tensor] = []
+        for result, start, wanted in zip(scored, starts, places, strict=True):
+            assert result.hidden is not None, "asked for"
+            whole = len(wanted) == len(result.hidden)
+            hidden.append(result.hidden if whole else result.hidden[torch.tensor(wanted, dtype=torch.long) - start])
+        return hidden
+
+    def _by_module(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        groups = group_by_length([len(r.ids) for r in rollouts], self.micro_batch_tokens, packed=self.model.packs)
+        hidden: list[Tensor] = [torch.empty(0)] * len(rollouts)
+        for number, batch in enumerate(self.engine.equalise([pack([rollouts[i] for i in group]) for group in groups])):
+            states = self.model.hidden_states(batch).to("cpu")  # [N, H]
+            group = groups[number] if number < len(groups) else []
+            for i, rows in zip(group, states.split([len(counted_positions(rollouts[i])) for i in group]), strict=True):
+                hidden[i] = rows
         return hidden
 
     @contextmanager
     def head(self) -> Iterator[Head]:
         """The teacher's head, gathered and detached, for as long as the loss runs; a forward of the teacher would free it."""
+        if self.generation is not None and self.generation.keeps_copy:
+            yield self.generation.head(self._version)
+            return
         if self.model is not self.engine.model and not self.offload:
             with self.model.head() as head:
                 yield head
@@ -90,9 +134,18 @@ class TeacherScorer:
         if self.ema_decay is not None:
             with self._on_device():
                 self.model.lerp_(self.engine.model, 1.0 - self.ema_decay)
+            self._version += 1
 
     def averages(self) -> dict[str, Tensor]:
-        return {} if self.ema_decay is None else dict(self.model.parameters())
+        if self.ema_decay is None:
+            return {}
+        self._version += 1  # a load may write to them
+        return dict(self.model.parameters())
+
+    def close(self) -> None:
+        """Free the fused copy."""
+        if self.generation is not None:
+            self.generation.close()
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -110,10 +163,14 @@ def open_teacher(
     teacher: Teacher, engine: HybridEngine, config: HybridConfig, *, start: str, micro_batch_tokens: int
 ) -> TeacherScorer:
     """The scorer that `teacher` describes. `start` is the folder the student started from (also on a resume). Raises ValueError
-    where student and teacher do not share a vocabulary."""
+    where student and teacher do not share a vocabulary. Collective.
+
+    A frozen teacher that is scored by the inference engine has no shards: its fused copy is read from the folder. Only where
+    that does not fit (rollout.gather) are its shards made, and its layers streamed.
+    """
     options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens}
     if isinstance(teacher, SelfTeacher) and teacher.weights == "live":
-        return TeacherScorer(engine.model, engine, **options)
+        return TeacherScorer(engine.model, engine, scoring=_scoring(teacher, engine.model), **options)
     compute = teacher.compute_dtype or config.compute_dtype
     decay = teacher.ema_decay if isinstance(teacher, SelfTeacher) and teacher.weights == "ema" else None
     path = teacher.path if isinstance(teacher, FrozenTeacher) else start
@@ -124,14 +181,32 @@ def open_teacher(
         update={"compute_dtype": compute, "master_dtype": "float32", "vocab_limit": limit, "dropout": False}
     )
     # Only an average needs fp32 masters: a frozen copy is held in the dtype it computes in.
-    model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=decay is not None)
+    masters = decay is not None
+    model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=masters, load=False)
     if isinstance(teacher, FrozenTeacher):
         vocabulary = None if model.tokenizer is None else model.tokenizer.get_vocab()
         check_same_vocabulary(engine.tokenizer.get_vocab(), vocabulary, path)
         rows = model.hf_config.get_text_config().vocab_size
         if limit is not None and rows < limit:
             raise ValueError(f"teacher {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching teacher")
-    return TeacherScorer(model, engine, ema_decay=decay, offload=teacher.offload, **options)
+    options |= {"scoring": _scoring(teacher, model), "ema_decay": decay}
+    if options["scoring"] == "module":
+        model.load()
+        return TeacherScorer(model, engine, offload=teacher.offload, **options)
+    on_leave: OnLeave = "offload" if teacher.offload else config.rollout.on_leave if masters else "keep"
+    generation = Generation(model, on_leave=on_leave, keep_pool=False, from_files=not masters)
+    if masters or generation.choose() == "stream":
+        model.load()
+    else:
+        generation.head(version=0)  # a folder that does not fit its config is met at the start
+    return TeacherScorer(model, engine, generation=generation, offload=teacher.offload and not generation.keeps_copy, **options)
+
+
+def _scoring(teacher: Teacher, model: ShardedModel) -> Literal["engine", "module"]:
+    if teacher.scoring == "engine" and model.spec is None:
+        raise ValueError(f"teacher.scoring=engine with model_type={model.hf_config.model_type!r}, which is not registered; "
+                         "allowed: module, auto")  # fmt: skip
+    return "module" if teacher.scoring == "module" or model.spec is None else "engine"
 
 
 def check_same_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int] | None, name: str, show: int = 3) -> None:

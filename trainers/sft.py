@@ -11,7 +11,7 @@ from trainers.config import SFTConfig
 from trainers.data.order import DrawnPrompt
 from trainers.losses import cross_entropy_token_loss
 from trainers.losses.reductions import Reduction
-from trainers.rollout import given_rollouts, require_room
+from trainers.rollout import given_rollouts, given_share, require_room
 from trainers.scoring import Scorer
 from trainers.types import Prompt, Rollout
 
@@ -34,7 +34,8 @@ class SFT:
         require_room(prompts, self.engine.max_model_len, given=True)
 
     def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
-        return given_rollouts(prompts, self.engine.weight_version)
+        mine = given_share(prompts, self.engine.rank, self.engine.world_size)
+        return given_rollouts(mine, self.engine.weight_version)
 
     @contextmanager
     def token_loss(self) -> Iterator[TokenLoss]:

@@ -8,6 +8,11 @@ from hybrid.mesh import Mesh
 from trainers.types import Rollout
 
 
+def num_sampled(rollouts: Sequence[Rollout]) -> int:
+    """Tokens that the policy drew."""
+    return sum(span.stop - span.start for r in rollouts for span in r.spans if span.source == "policy")
+
+
 def rollout_statistics(rollouts: Sequence[Rollout], mesh: Mesh) -> dict[str, float]:
     """Response lengths in tokens, the share cut by the length limit, whether the responses were sampled, and the mean log-prob of
     sampled tokens: as sampled from, and raw (at the temperature, without truncation or penalties). Collective."""

@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from hybrid.shares import deal
 from trainers.types import Prompt
 
 
@@ -76,9 +77,10 @@ class PromptStream:
         return order
 
 
-def share(items: Sequence, rank: int, world_size: int) -> list:
-    """The items of a global step batch that belong to `rank`: by position, so that the union over ranks is the batch."""
-    return list(items[rank::world_size])
+def share(items: Sequence, rank: int, world_size: int, work: Sequence[float] | None = None) -> list:
+    """The items of a global step batch that belong to `rank`, in their order: dealt by the `work` expected of each (None: of all
+    the same, so that they go round in turn). The union over ranks is the batch."""
+    return [items[i] for i in deal([1.0] * len(items) if work is None else work, world_size)[rank]]
 
 
 def coin(seed: int, step: int, probability: float) -> bool:

@@ -58,6 +58,15 @@ def test_the_shares_of_all_ranks_are_the_step(world_size):
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
+def test_shares_are_even_in_the_work_that_is_expected():
+    drawn = stream().take(5)
+    work = [9, 1, 1, 3, 4]
+    assert [rows(share(drawn, rank, 2, work)) for rank in range(2)] == [
+        [r for r, w in zip(rows(drawn), work, strict=True) if w == 9],
+        [r for r, w in zip(rows(drawn), work, strict=True) if w != 9],
+    ]
+
+
 def test_the_coin_depends_on_seed_and_step_only():
     flips = [coin(0, step, 0.3) for step in range(2000)]
     assert flips == [coin(0, step, 0.3) for step in range(2000)]

@@ -11,7 +11,7 @@ import pytest
 from inference_v2.types import Completion
 from trainers.config import EvalConfig
 from trainers.evaluation import Evaluation, Evaluator, table_rows
-from trainers.statistics import rollout_statistics
+from trainers.statistics import num_sampled, rollout_statistics
 from trainers.types import Prompt, Rollout, Span
 
 
@@ -50,6 +50,11 @@ def test_statistics_of_a_step():
     assert "rollout_logprob" not in rollout_statistics([rollout(2, source="given")], OneRank())
 
 
+def test_only_what_the_policy_drew_counts_as_sampled():
+    """The monitor's rollout rate is made of it."""
+    assert num_sampled([rollout(4), rollout(2, source="given"), rollout(6), rollout(3, source="environment")]) == 10
+
+
 def test_an_evaluation_is_checked_before_the_run():
     prompts = [Prompt(0, (1,), "a", answer="1"), Prompt(5, (1,), "b")]
     with pytest.raises(ValueError, match="row 5 of the data has no answer"):
@@ -64,9 +69,10 @@ class OneCompletion:
 
     rank, world_size, mesh = 0, 1, OneRank()
 
-    def generate(self, prompts, sampling, keys):
+    def generate_together(self, prompts, sampling, keys):
         assert sampling.temperature == 0
-        return [[Completion(0, 0, tuple(p), (5, 1), (0.0,) * 2, (-1.0,) * 2, "stop", 1, text="2")] for p in prompts]
+        answers = [Completion(0, 0, tuple(p), (5, 1), (0.0,) * 2, (-1.0,) * 2, "stop", 1, text="2") for p in prompts]
+        return {i: [answer] for i, answer in enumerate(answers)}
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tiny import character_tokenizer, save_tiny
 from trainer_cases import CHARACTERS, tiny_folder
 from transformers import AutoModelForCausalLM
@@ -55,7 +57,8 @@ def rollouts_of(engine, privileged: bool = False):
 
 
 def teacher_of(engine, folder, teacher, micro_batch_tokens: int = 20):
-    return open_teacher(teacher, engine, CONFIG, start=str(folder / "student"), micro_batch_tokens=micro_batch_tokens)
+    start = str(folder / "student") if (folder / "student").exists() else str(folder)
+    return open_teacher(teacher, engine, CONFIG, start=start, micro_batch_tokens=micro_batch_tokens)
 
 
 def hf_hidden(path: Path, ids) -> torch.Tensor:
@@ -73,10 +76,10 @@ def step(engine, teacher, rollouts) -> float:
     return loss
 
 
-@pytest.mark.parametrize("micro_batch_tokens", [1, 20, 1000])
-def test_the_teacher_reads_the_privileged_prompt_and_the_same_response(engine, folder, micro_batch_tokens):
+@pytest.mark.parametrize(("scoring", "micro_batch_tokens"), [("engine", 1), ("module", 1), ("module", 20), ("module", 1000)])
+def test_the_teacher_reads_the_privileged_prompt_and_the_same_response(engine, folder, scoring, micro_batch_tokens):
     rollouts = rollouts_of(engine, privileged=True)
-    teacher = teacher_of(engine, folder, FrozenTeacher(path=str(folder / "teacher")), micro_batch_tokens)
+    teacher = teacher_of(engine, folder, FrozenTeacher(path=str(folder / "teacher"), scoring=scoring), micro_batch_tokens)
     for rollout, hidden in zip(rollouts, teacher.score(rollouts), strict=True):
         given = rollout.prompt.privileged_ids
         whole = hf_hidden(folder / "teacher", (*given, *rollout.response_ids))
@@ -84,10 +87,12 @@ def test_the_teacher_reads_the_privileged_prompt_and_the_same_response(engine, f
         torch.testing.assert_close(hidden, expected, rtol=0, atol=2e-5)
 
 
-def test_a_teacher_equal_to_the_student_gives_no_loss_and_a_shifted_one_does(engine, folder):
+@pytest.mark.parametrize("scoring", ["engine", "module"])
+@pytest.mark.parametrize("weights", ["start", "live", "ema"])
+def test_a_teacher_equal_to_the_student_gives_no_loss_and_a_shifted_one_does(engine, folder, weights, scoring):
     """The loss is 0 only where both predict the same token."""
     rollouts = rollouts_of(engine)
-    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="start"))
+    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights=weights, scoring=scoring))
     hidden = teacher.score(rollouts)
     shifted = [torch.roll(h, 1, dims=0) for h in hidden]
     losses = []
@@ -104,7 +109,9 @@ def test_a_teacher_equal_to_the_student_gives_no_loss_and_a_shifted_one_does(eng
 def test_frozen_teachers_stand_still_and_the_others_follow(engine, folder, kind):
     """Over steps: frozen and start bit-equal; live equals the student; ema is the average of the student's weights."""
     config = (
-        FrozenTeacher(path=str(folder / "teacher")) if kind == "frozen" else SelfTeacher(kind="self", weights=kind, ema_decay=0.9)
+        FrozenTeacher(path=str(folder / "teacher"), scoring="module")
+        if kind == "frozen"
+        else SelfTeacher(kind="self", weights=kind, ema_decay=0.9, scoring="module" if kind == "start" else "auto")
     )
     teacher = teacher_of(engine, folder, config)
     before = {n: t.clone() for n, t in teacher.model.local_shards().items()}
@@ -135,7 +142,7 @@ def test_a_gathered_head_outlives_the_students_passes(folder, kind, stage):
         folder,
         FrozenTeacher(path=str(folder / "teacher")) if kind == "frozen" else SelfTeacher(kind="self", weights="live"),
     )
-    with teacher.model.head() as head:
+    with teacher.head() as head:
         expected = head.weight.clone()
     batches = make_batches(rollouts_of(engine), 20)
     assert len(batches) > 1
@@ -147,8 +154,9 @@ def test_a_gathered_head_outlives_the_students_passes(folder, kind, stage):
     engine.close()
 
 
-def test_scoring_leaves_mode_and_generators_alone(engine, folder):
-    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="live"))
+@pytest.mark.parametrize("scoring", ["engine", "module"])
+def test_scoring_leaves_mode_and_generators_alone(engine, folder, scoring):
+    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="live", scoring=scoring))
     rollouts = rollouts_of(engine)
     engine.model.module.train()
     state = torch.get_rng_state()
@@ -156,6 +164,138 @@ def test_scoring_leaves_mode_and_generators_alone(engine, folder):
     assert engine.model.module.training
     assert torch.equal(state, torch.get_rng_state())
     engine.model.module.eval()
+
+
+# -- copies and shards
+
+
+def gathered_by(generation) -> list[int]:
+    """Weights gathered by each stay from now on."""
+    found, record = [], generation._record
+
+    def recorded(version, source, *rest):
+        found.append(source.bytes_gathered)
+        record(version, source, *rest)
+
+    generation._record = recorded
+    return found
+
+
+def test_a_frozen_teacher_has_a_copy_and_no_shards(engine, folder):
+    """Its copy is read from the folder once, and its head is the copy's: nothing is gathered in any step."""
+    teacher = teacher_of(engine, folder, FrozenTeacher(path=str(folder / "teacher")))
+    assert all(p.is_meta for p in teacher.model.module.parameters())
+    copy = teacher.generation._copy
+    stays, scoped = gathered_by(teacher.generation), []
+    teacher.model.files.scope = lambda prefix: scoped.append(prefix) or nullcontext()
+    rollouts = rollouts_of(engine, privileged=True)
+    first = teacher.score(rollouts)
+    for _ in range(2):
+        step(engine, teacher, rollouts)
+    assert all(torch.equal(a, b) for a, b in zip(first, teacher.score(rollouts), strict=True))
+    assert teacher.generation._copy is copy
+    assert (stays, scoped) == ([0] * 4, [])
+    teacher.close()
+    assert copy.nbytes == 0
+
+
+def test_a_frozen_teacher_whose_copy_does_not_fit_is_streamed_from_shards(folder):
+    config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"max_copy_bytes": 1000})})
+    engine = HybridEngine.from_pretrained(str(folder / "student"), config)
+    rollouts = rollouts_of(engine, privileged=True)
+    start = str(folder / "student")
+    streamed, full = (
+        open_teacher(FrozenTeacher(path=str(folder / "teacher")), engine, c, start=start, micro_batch_tokens=20)
+        for c in (config, CONFIG)
+    )
+    assert (streamed.generation.gather, full.generation.gather) == ("stream", "full")
+    assert not any(p.is_meta for p in streamed.model.module.parameters())
+    for a, b in zip(streamed.score(rollouts), full.score(rollouts), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+    with streamed.head() as one, full.head() as other:
+        assert torch.equal(one.weight[: one.vocab_size], other.weight[: one.vocab_size])
+    engine.close()
+
+
+@pytest.mark.parametrize("on_leave", ["free", "keep"])
+def test_an_averaged_teachers_copy_follows_its_weights(folder, on_leave):
+    """Gathered once a version, also after a checkpoint may have been loaded into it."""
+    config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"on_leave": on_leave})})
+    engine = HybridEngine.from_pretrained(str(folder / "student"), config)
+    rollouts = rollouts_of(engine, privileged=True)
+    teacher, module = (
+        open_teacher(
+            SelfTeacher(kind="self", weights="ema", ema_decay=0.5, scoring=scoring), engine, config,
+            start=str(folder / "student"), micro_batch_tokens=20,
+        )
+        for scoring in ("engine", "module")
+    )  # fmt: skip
+    for _ in range(2):
+        step(engine, teacher, rollouts)
+        module.after_step()
+        for a, b in zip(teacher.score(rollouts), module.score(rollouts), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
+    stays = gathered_by(teacher.generation)
+    teacher.score(rollouts)
+    assert (stays[0] == 0) == (on_leave == "keep")
+    before = teacher.score(rollouts)
+    for tensor in teacher.averages().values():
+        torch.nn.init.normal_(tensor.to_local(), std=0.2)  # what a load does
+    assert not all(torch.equal(a, b) for a, b in zip(before, teacher.score(rollouts), strict=True))
+    engine.close()
+
+
+def test_a_live_teacher_scores_with_the_copy_of_the_rollout(engine, folder):
+    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="live"))
+    stays = gathered_by(engine._generation)
+    for expected in ([True, False], [True, False, True, False]):
+        with engine.holding():
+            rollouts = rollouts_of(engine, privileged=True)
+            teacher.score(rollouts)
+            assert engine._generation._copy.nbytes > 0
+        assert [size > 0 for size in stays] == expected
+        assert engine._generation._copy.nbytes == 0  # rollout.on_leave=free
+        engine.weight_version += 1
+    with engine.holding():  # given responses: nothing was gathered before
+        teacher.score(rollouts)
+    assert stays[-1] > 0
+
+
+def test_a_live_teacher_sees_an_edit_outside_a_hold(folder):
+    config = CONFIG.model_copy(update={"rollout": CONFIG.rollout.model_copy(update={"on_leave": "keep"})})
+    engine = HybridEngine.from_pretrained(str(folder / "student"), config)
+    teacher, rollouts = teacher_of(engine, folder, SelfTeacher(kind="self", weights="live")), rollouts_of(engine)
+    before = teacher.score(rollouts)
+    with torch.no_grad():
+        for shard in engine.model.local_shards().values():
+            shard.mul_(0.5)
+    assert not torch.allclose(before[0], teacher.score(rollouts)[0])
+    engine.close()
+
+
+def test_an_unregistered_family_is_scored_by_its_module(tmp_path):
+    tokenizer = character_tokenizer()
+    save_tiny(tmp_path, "granite", tokenizer=tokenizer, max_position_embeddings=64)
+    engine = HybridEngine.from_pretrained(str(tmp_path), CONFIG)
+    for weights in ("live", "start"):
+        options = {"kind": "self", "weights": weights}
+        assert teacher_of(engine, tmp_path, SelfTeacher(**options), 20).scoring == "module"
+        with pytest.raises(ValueError, match=r"teacher\.scoring=engine with model_type='granite'.*allowed: module, auto"):
+            teacher_of(engine, tmp_path, SelfTeacher(scoring="engine", **options))
+    engine.close()
+
+
+def test_a_folder_that_lacks_weights_is_refused_at_the_start(engine, folder, tmp_path):
+    tiny_folder(tmp_path / "teacher", seed=1)
+    path = tmp_path / "teacher" / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing \[model\.norm\.weight\]"):
+        teacher_of(engine, folder, FrozenTeacher(path=str(tmp_path / "teacher")))
+
+
+# -- vocabularies
 
 
 def test_a_teachers_padded_vocabulary_does_not_count(tmp_path):
