@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 
@@ -22,7 +23,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # a process of test_tri
 BACKENDS = {"reference": lambda: REFERENCE} | {name: functools.partial(cpu_kernels, march) for name, march in BUILDS.items()}
 if INTERPRETED:
     BACKENDS = {"triton": lambda: triton_kernels("cpu")}
+SHAPES = ((9, 3, 64), (14, 2, 80), (40, 8, 16), (4, 1, 96), (20, 1, 8))  # heads, kv heads, head dim
+FEATURES: tuple[dict, ...] = ({}, {"window": 24}, {"softcap": 2.0}, {"sinks": True}, {"window": 7, "sinks": True})
 THREADS = (1,) if INTERPRETED else (1, 2, 5)
+LONG = ((530, None), (600, 90)) if INTERPRETED else ((1200, None), (1200, 700), (513, None), (64, None))  # length, window
 
 
 @pytest.fixture(autouse=True, params=list(BACKENDS))
@@ -90,14 +94,14 @@ def random_qkv(length: int, heads: int, kv_heads: int, head_dim: int, requests: 
 
 
 @pytest.mark.parametrize(
-    "features", [{}, {"window": 24}, {"softcap": 2.0}, {"sinks": True}, {"window": 7, "sinks": True}], ids=str
+    ("shape", "features"), zip(SHAPES, FEATURES) if INTERPRETED else itertools.product(SHAPES, FEATURES), ids=str
 )
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (14, 2, 80), (40, 8, 16), (4, 1, 96), (20, 1, 8)])
-def test_paged_attention_matches_the_formula(heads: int, kv_heads: int, head_dim: int, features: dict) -> None:
-    length = 2 * KEY_TILE + 19
+def test_paged_attention_matches_the_formula(shape: tuple[int, int, int], features: dict) -> None:
+    heads, kv_heads, head_dim = shape
+    length = 67 if INTERPRETED else 2 * KEY_TILE + 19
     q, k, v = random_qkv(length, heads, kv_heads, head_dim)
     features = features | ({"sinks": torch.linspace(-1, 2, heads)} if "sinks" in features else {})
-    got = attend(q, paged(k, v), [(0, 0, 100), (0, 100, length - 1), (0, length - 1, length)], **features)
+    got = attend(q, paged(k, v), [(0, 0, 40), (0, 40, length - 1), (0, length - 1, length)], **features)
     want = plain_attention(q[0], k[0], v[0], features.get("window"), features.get("softcap"), features.get("sinks"))
     torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
 
@@ -105,11 +109,11 @@ def test_paged_attention_matches_the_formula(heads: int, kv_heads: int, head_dim
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_bits_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, window: int | None) -> None:
-    length = KEY_TILE + 50
+    length = 71 if INTERPRETED else KEY_TILE + 50
     q, k, v = random_qkv(length, 6, 2, 32, requests=3, dtype=dtype)
     pools = paged(k, v)
     whole = attend(q, pools, [(1, 0, length)], window=window)
-    for size in (1, 7, 64):
+    for size in (7, 64) if INTERPRETED else (1, 7, 64):
         chunks = [(r, start, min(start + size, length)) for start in range(0, length, size) for r in range(3)]
         together = attend(q, pools, chunks, window=window)
         mine = torch.cat([torch.full((stop - start,), r == 1) for r, start, stop in chunks])
@@ -226,7 +230,7 @@ def test_heads_are_normed_before_they_are_rotated_and_written(head_dim: int, nor
         assert_equal(got, want)
 
 
-@pytest.mark.parametrize(("length", "window"), [(1200, None), (1200, 700), (513, None), (64, None)])
+@pytest.mark.parametrize(("length", "window"), LONG)
 def test_long_decodes_have_the_bits_of_a_prefill_on_any_number_of_threads(length: int, window: int | None) -> None:
     """A few long decodes are cut into pieces for threads to share; a prefill of the same tokens is not."""
     q, k, v = random_qkv(length, 6, 2, 32, dtype=torch.bfloat16)
@@ -308,7 +312,7 @@ def test_a_product_next_to_onednn_leaves_its_tiles_alone() -> None:
         assert torch.equal(torch.nn.functional.linear(x, weight), want)
 
 
-@pytest.mark.parametrize("vocab", [1000, 257, 31])
+@pytest.mark.parametrize("vocab", [257] if INTERPRETED else [1000, 257, 31])
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [(1, 0, 1, 0), (0.7, 5, 1, 0), (1.3, 0, 0.9, 0), (1, 0, 1, 0.05), (0, 0, 1, 0), (1, 50, 0.5, 0.01), (1e-30, 0, 1, 0),

@@ -1,14 +1,41 @@
-"""Where the Triton kernels run, and what is said where they cannot."""
+"""The Triton kernels where there is no GPU: through the interpreter, and what is said where they cannot run."""
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from inference_v2.kernels import REFERENCE, get_kernels, triton_kernels
 from inference_v2.kernels import triton as backend_package
+
+TESTS = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not installed: pip install 'hybrid-rlhf[triton]'",
+)
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """In a process of its own: whether triton interprets or compiles is settled at its import."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(TESTS)}
+    command = [sys.executable, "-c", code, *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent, env=environment, check=False)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    return result.stdout
+
+
+@needs_triton
+@pytest.mark.timeout(900)
+def test_the_interpreted_kernels_pass_the_tests_of_every_backend() -> None:
+    code = "import sys, triton_interpreter, pytest; sys.exit(pytest.main(sys.argv[1:]))"
+    output = run_python(code, "-p", "no:cacheprovider", "--timeout=900", "tests/unit/inference_v2/test_kernels.py")
+    assert " passed" in output
 
 
 def test_triton_asked_for_by_name_says_why_it_cannot_run(monkeypatch) -> None:
