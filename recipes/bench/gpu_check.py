@@ -123,7 +123,7 @@ def tokens(args: argparse.Namespace) -> dict[str, Any]:
             greedy = SamplingParams(temperature=0.0, max_new_tokens=count)
             drawn = SamplingParams(temperature=0.9, top_p=0.95, max_new_tokens=count, num_samples=1 if args.dry_run else 3)
             engines = [_engine(folder, args, "float32", cuda_graphs=graphs) for graphs in (True, False)]
-            answers = [[group[0].token_ids for group in engine.generate(prompts, greedy)] for engine in engines]
+            answers = [[list(group[0].token_ids) for group in engine.generate(prompts, greedy)] for engine in engines]
             sampled = [[c.token_ids for group in engine.generate(prompts, drawn) for c in group] for engine in engines]
             found[family] = {
                 "greedy_as_transformers": answers[0] == want,
@@ -240,7 +240,7 @@ def _new_model(folder: Path, family: str, settings: dict[str, Any]) -> None:
     from trainers.config import NewModel
     from trainers.new_model import write_new_model
 
-    characters = "".join(chr(ord("!") + i) for i in range(77))
+    characters = "".join(chr(0x100 + i) for i in range(settings["vocab_size"] - 2))  # logits end where the tokenizer does
     write_new_model(NewModel(architecture=family, characters=characters, settings=settings), folder)
 
 
