@@ -155,11 +155,14 @@ class InferenceEngine:
         self._runner.run(Plan(), self._weights, self._jobs)
 
     def abort(self, request_id: int) -> bool:
-        """End a request; its samples come back from the next `step` with what they have. False if it is not alive."""
+        """End a request; its samples come back from the next `step` with what they have. A score job keeps what it has, NaN
+        elsewhere, and others go on. False if it is not alive."""
         removed = self._scheduler.abort(request_id)
-        if self._jobs.pop(request_id, None) is None:
-            for seq in removed:
-                self._finish(seq, "abort")
+        if self._jobs.pop(request_id, None) is not None:
+            self._leave_trunk(request_id)
+            return True
+        for seq in removed:
+            self._finish(seq, "abort")
         return bool(removed)
 
     @property
@@ -247,7 +250,7 @@ class InferenceEngine:
         for seq, start in zip(queue, starts):
             count = len(seq.tokens) - start
             size = self.decoder.spec.hidden_size
-            values = torch.empty(count if logprobs else 0, device=self.device)
+            values = torch.full((count if logprobs else 0,), math.nan, device=self.device)
             states = torch.empty(count, size, dtype=self.dtype) if hidden else None
             jobs.append(ScoreJob(seq.request_id, start, temperature, Scored(values, states)))
             if count:
@@ -306,9 +309,17 @@ class InferenceEngine:
         first = seqs[0]
         assert first.score_start is not None, "a sequence that is scored"
         tokens = first.tokens[: first.score_start]  # the last one needs no forward
-        trunk = Sequence(first.request, first.request_id, 0, order=first.order, tokens=tokens, score_start=first.score_start)
+        trunk = Sequence(first.request, self._new_id(), 0, order=first.order, tokens=tokens, score_start=first.score_start)
         trunk.forks = list(seqs)
         return trunk
+
+    def _leave_trunk(self, request_id: int) -> None:
+        """A score job that waits for what it has in common with others waits no more; a trunk for nobody is not computed."""
+        for seq in (*self._scheduler.running, *self._scheduler.waiting):
+            if any(fork.request_id == request_id for fork in seq.forks):
+                seq.forks = [fork for fork in seq.forks if fork.request_id != request_id]
+                if not seq.forks:
+                    self._scheduler.abort(seq.request_id)
 
     def _end_scores(self, plan: Plan) -> None:
         for chunk in plan.chunks:

@@ -129,7 +129,8 @@ class Runner:
         for chunk in plan.chunks:
             count = len(chunk.wanted)
             if chunk.seq.score_start is not None:
-                jobs[chunk.seq.request_id].read(chunk, hidden[at : at + count], head, rows_at_once)
+                if count:  # a trunk has no job of its own
+                    jobs[chunk.seq.request_id].read(chunk, hidden[at : at + count], head, rows_at_once)
             elif count:
                 alike = (*chunk.seq.forks, chunk.seq)  # forks first: they start from blocks that the leader may give up
                 pairs += [(seq, chunk.seq) for seq in alike]

@@ -504,6 +504,28 @@ def test_samples_of_a_prompt_share_its_prefill_when_they_are_scored(windows, pre
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_score_job_that_is_aborted_at_any_moment_leaves_the_others_alone(which, steps):
+    """Jobs with a common prefix wait for it; the first of them is not its owner."""
+    sequences = [[*PROMPT[:20], 5 + i, 6, 7, 8] for i in range(3)]
+    want = fake_engine().score(sequences, starts=[21] * 3)
+    engine = fake_engine(max_step_tokens=6)
+    jobs = engine.add_scores(sequences, starts=[21] * 3)
+    for _ in range(steps):
+        engine.step()
+    alive = jobs[which].request_id in engine._jobs
+    assert engine.abort(jobs[which].request_id) == alive
+    while engine.has_work:
+        engine.step()
+    for i, (job, expected) in enumerate(zip(jobs, want)):
+        if i != which or not alive:
+            assert torch.equal(job.scored.logprobs, expected.logprobs)
+    stats = engine.stats()
+    assert stats.blocks_free == stats.blocks_total
+    assert not engine._jobs
+
+
 def test_a_score_that_fails_leaves_nothing_behind(monkeypatch):
     engine = fake_engine(block_size=4, max_step_tokens=9)
     sequences = [[*PROMPT[:30], end] for end in (1, 2)]
