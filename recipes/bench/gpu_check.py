@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import statistics
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 BUDGET_S = 450.0
 TINY = {
@@ -113,7 +114,8 @@ def tokens(args: argparse.Namespace) -> dict[str, Any]:
     for family in ["llama"] if args.dry_run else FAMILIES:
         with tempfile.TemporaryDirectory() as folder:
             _new_model(Path(folder), family, TINY | FAMILIES[family] | ({"num_hidden_layers": 2} if args.dry_run else {}))
-            module = AutoModelForCausalLM.from_pretrained(folder).to(_device(args)).eval()
+            module: Any = AutoModelForCausalLM.from_pretrained(folder)
+            module.to(_device(args)).eval()
             want = []
             for prompt in prompts:
                 ids = torch.tensor([prompt], device=module.device)
@@ -173,12 +175,12 @@ def sample(args: argparse.Namespace) -> dict[str, Any]:
         for name, p in (("plain", 1.0), ("top_p", 0.9)):
             limits = (torch.ones(rows, device=device), wide + 0.5, wide.long(), wide + p, wide)
             for backend in (fast, REFERENCE):
-                call = lambda k=backend, z=logits, given=limits: k.sample(z, None, *given)  # noqa: E731
+                call = functools.partial(backend.sample, logits, None, *limits)
                 found[f"sample_{rows}x{vocab}_{name}_{backend.name}_ms"] = 1e3 * _fastest(call, args)
     setting = Setting(fast, device, torch.bfloat16)
     for rows, context in ((2, 20),) if args.dry_run else ((1, 8192), (64, 2048), (256, 512)):
         given = paged(setting, [(1, context)] * rows, 9, 3, 64)
-        seconds = _fastest(lambda given=given: fast.paged_attention(*given, 0.125), args)
+        seconds = _fastest(functools.partial(fast.paged_attention, *given, 0.125), args)
         found[f"attention_{rows}x{context}"] = {"ms": 1e3 * seconds, "gb_per_s": rows * context * 2 * 3 * 64 * 2 / seconds / 1e9}
     return found
 
@@ -220,7 +222,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 # -- what they share --------------------------------------------------------------------------------------------------------
 
 
-def _device(args: argparse.Namespace) -> str:
+def _device(args: argparse.Namespace) -> Literal["cpu", "cuda"]:
     return "cpu" if args.dry_run else "cuda"
 
 

@@ -27,8 +27,8 @@ class Setting:
     def randn(self, *shape: int, seed: int = 0) -> Tensor:
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.device, self.dtype)
 
-    def both(self, call: Callable[[Kernels], tuple[Tensor, ...]]) -> Pairs:
-        return list(zip(call(self.kernels), call(REFERENCE), strict=True))
+    def both(self, call: Callable[..., tuple[Tensor, ...]], *given: Any) -> Pairs:
+        return list(zip(call(self.kernels, *given), call(REFERENCE, *given), strict=True))
 
 
 def norms(s: Setting) -> Pairs:
@@ -36,8 +36,8 @@ def norms(s: Setting) -> Pairs:
     for rows, dim in ((3, 100),) if s.small else ((257, 576), (1, 4096), (64, 5120)):
         x, residual, weight = s.randn(rows, dim), s.randn(rows, dim, seed=1), s.randn(dim, seed=2)
         apart = s.randn(rows, 2 * dim)[:, :dim]
-        pairs += s.both(lambda k, x=x, r=residual, w=weight: k.add_rms_norm(x, r, w, 1e-5))
-        pairs += s.both(lambda k, x=apart, w=weight: (k.rms_norm(x, w, 1e-5),))
+        pairs += s.both(lambda k, *given: k.add_rms_norm(*given), x, residual, weight, 1e-5)
+        pairs += s.both(lambda k, *given: (k.rms_norm(*given),), apart, weight, 1e-5)
     return pairs
 
 
@@ -99,8 +99,8 @@ def attention(s: Setting) -> Pairs:
         cases += [(chunks, 8, 2, 64, extra) for extra in features for chunks in (decode, [(1, 5000), (1, 3)], mixed)]
     pairs: Pairs = []
     for chunks, heads, kv_heads, dim, extra in cases:
-        given = paged(s, chunks, heads, kv_heads, dim)
-        pairs += s.both(lambda k, given=given, extra=extra: (k.paged_attention(*given, given[0].shape[-1] ** -0.5, **extra),))
+        given = (*paged(s, chunks, heads, kv_heads, dim), dim**-0.5)
+        pairs += s.both(lambda k, extra, *given: (k.paged_attention(*given, **extra),), extra, *given)
     return pairs
 
 
