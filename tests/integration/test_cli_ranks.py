@@ -190,7 +190,8 @@ def values(folder: Path) -> list[dict]:
     """The metrics that do not belong to a process: no timings, no bytes, no certificate of its first rollout."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
-        {k: v for k, v in r.items() if not ("second" in k or k.startswith(("swap", "memory", "certificate")))} for r in records
+        {k: v for k, v in r.items() if not ("second" in k or k.startswith(("swap", "memory", "certificate", "rollout_idle")))}
+        for r in records
     ]
 
 
