@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         if not (launch.is_rank() and LOST_PEER.search(str(error))):
             raise
-        print(f"hybrid: rank {os.environ['RANK']}: lost contact with another rank; leaving", file=sys.stderr)
-        return 1
+        print(f"hybrid: rank {os.environ['RANK']}: lost contact with another rank; leaving", file=sys.stderr, flush=True)
+        os._exit(1)  # the teardown of a broken process group may abort, or wait for the lost rank
     except KeyboardInterrupt:
         return 130
 

@@ -142,11 +142,11 @@ def _explain(exit_codes: dict[int, int]) -> int:
     """The job's exit code from those of the ranks that failed, with one line where a rank was lost."""
 
     def cause(item: tuple[int, int]) -> tuple[int, int]:
-        """The root cause first: a rank killed from outside, bad input, a crash (which a lost peer may have caused), a stop after
+        """The root cause first: a rank killed from outside, bad input, a crash or abort (which a lost peer may have caused), a stop after
         saving, and last a rank that the agent ended."""
         rank, code = item
         if code < 0:
-            return (4 if code == -signal.SIGTERM else 0), rank
+            return {-signal.SIGTERM: 4, -signal.SIGABRT: 2}.get(code, 0), rank
         return (1 if code == 2 else 2 if code < 128 else 3), rank
 
     if not exit_codes:

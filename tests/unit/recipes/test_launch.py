@@ -64,6 +64,8 @@ def test_a_rank_that_starts_after_its_launcher_was_killed_leaves(monkeypatch):
         ({}, 0, ""),
         ({0: 1, 1: -9}, 1, "rank 1 was killed by SIGKILL"),
         ({0: -15, 1: -9}, 1, "rank 1 was killed by SIGKILL"),
+        ({0: -6, 1: -9}, 1, "rank 1 was killed by SIGKILL"),  # rank 0 aborted in the teardown of its broken group
+        ({0: -6, 1: -15}, 1, "rank 0 was killed by SIGABRT"),
         ({0: -15, 1: 1}, 1, "rank 1 failed with exit code 1"),
         ({0: -15, 1: 2}, 2, ""),
         ({0: 1, 1: 2}, 2, ""),
