@@ -80,6 +80,11 @@ class HybridConfig(Strict):
         "auto",
         description="packed: no padding, on a CPU the rollout's own attention; auto: packed where it can be, else sdpa; logged",
     )
+    fused_layers: bool = Field(
+        True,
+        description="on a CPU, norms, activation and bf16 products of a registered family train and score with the rollout's kernels "
+        "(rollout.engine.kernels); off: the module's own",
+    )
     activation_checkpointing: bool = False
     dropout: bool = Field(False, description="keep the checkpoint's dropout in training forwards (SFT); off: deterministic")
     freeze: tuple[str, ...] = Field(

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
 
-from hybrid import attention, sharding
+from hybrid import attention, fused, sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, pack_head, tokens_per_chunk
@@ -90,6 +90,8 @@ class ShardedModel:
             mesh=mesh,
             config=config,
         )
+        if self.spec is not None and config.fused_layers:
+            fused.fuse(hf.get_decoder(), self.module.layers, self.kernels)
         self.files: WeightSource | None = None  # the folder's own weights, mapped and not read; None: from memory
         self._offloaded = False
 

@@ -38,7 +38,7 @@ def choose_pack(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> P
     """How weights are packed: by the kernels' own product, by oneDNN, or (None) not at all."""
     if device.type != "cpu":
         return None
-    if kernels.pack_linear is not None and dtype == torch.bfloat16:
+    if kernels.pack_linear is not None:
         return kernels.pack_linear
     return packed_product if can_pack(dtype) else None
 

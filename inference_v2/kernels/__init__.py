@@ -32,7 +32,7 @@ class Kernels:
     paged_attention: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    pack_linear: Callable[..., Callable[[Tensor], Tensor]] | None = None  # for bf16 weights; None: torch's linear layers
+    pack_linear: Callable[..., Callable[[Tensor], Tensor]] | None = None  # None: torch's linear layers
 
 
 REFERENCE = Kernels(
@@ -59,7 +59,7 @@ def cpu_kernels(march: str = "native", batch_invariant: bool = True) -> Kernels:
         paged_attention=attention,
         silu_and_mul=cpu.silu_and_mul,
         sample=cpu.sample,
-        pack_linear=cpu.pack_linear if cpu.linear_kind else None,
+        pack_linear=cpu.pack_linear,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from inference_v2.kernels.cpu.build import BuildError, library
 __all__ = ["DTYPES", "BuildError", "CpuKernels", "load_kernels"]
 
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+PART_ROWS = 32  # as in elementwise.cpp
 
 
 class _EnterAttention(Structure):
@@ -51,6 +52,11 @@ class _Linear(Structure):
     ]
 
 
+class _GatedRows(Structure):
+    _fields_ = [*((name, c_void_p) for name in ("gate", "up")),
+                *((name, c_int64) for name in ("rows", "dim", "gate_stride", "up_stride"))]  # fmt: skip
+
+
 class _Sample(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("logits", "edited", "temperature", "uniform", "top_p", "min_p", "top_k")),
@@ -58,6 +64,13 @@ class _Sample(Structure):
         ("rows", c_int64),
         ("vocab", c_int64),
     ]
+
+
+def _gated_rows(gate: Tensor, up: Tensor) -> _GatedRows:
+    if gate.dim() != 2 or gate.shape != up.shape or gate.dtype != up.dtype or not gate.stride(1) == up.stride(1) == 1:
+        raise ValueError(f"CPU kernel: gate {gate.dtype} {tuple(gate.shape)}, up {up.dtype} {tuple(up.shape)}; allowed: rows of one "
+                         "shape and dtype, each dense")  # fmt: skip
+    return _GatedRows(gate.data_ptr(), up.data_ptr(), *gate.shape, gate.stride(0), up.stride(0))
 
 
 def _pointer(x: Tensor | None) -> int | None:
@@ -89,15 +102,15 @@ class CpuKernels:
         f32, i64, pointer = c_float, c_int64, c_void_p
         self._rms_norm = self._both("rms_norm", pointer, pointer, f32, pointer, i64, i64, i64)
         self._add_rms_norm = self._both("add_rms_norm", pointer, pointer, pointer, f32, pointer, pointer, i64, i64)
-        self._silu_and_mul = self._both("silu_and_mul", pointer, pointer, i64, i64)
+        self._silu_and_mul = self._both("silu_and_mul", POINTER(_GatedRows), pointer)
+        self._silu_and_mul_backward = self._both("silu_and_mul_backward", POINTER(_GatedRows), pointer, pointer, pointer)
+        self._rms_norm_backward = self._both("rms_norm_backward", pointer, pointer, pointer, f32, pointer, pointer, i64, i64)
         self._enter_attention = self._both("enter_attention", POINTER(_EnterAttention))
         self._paged_attention = self._both("paged_attention", POINTER(_Attention), c_int)
-        self._linear = _function(lib.linear, POINTER(_Linear))
-        self._pack = _function(lib.linear_pack, pointer, pointer, i64, i64)
+        self._linear = self._both("linear", POINTER(_Linear))
+        self._pack = self._both("linear_pack", pointer, pointer, i64, i64)
         self._packed_size = _function(lib.linear_packed_size, i64, i64, result=i64)
         self._sample = _function(lib.sample, POINTER(_Sample))
-        kind = _function(lib.linear_kind, result=c_char_p)().decode()
-        self.linear_kind: str | None = None if kind == "none" else kind  # amx, avx512_bf16
 
     def _both(self, name: str, *arguments: Any) -> dict[torch.dtype, Callable[..., None]]:
         return {dtype: _function(getattr(self._library, f"{name}_{suffix}"), *arguments) for dtype, suffix in DTYPES.items()}
@@ -120,12 +133,33 @@ class CpuKernels:
         self._add_rms_norm[x.dtype](*pointers, x.numel() // dim, dim)
         return y, total
 
+    def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(dx like x, d_weight [dim] fp32) of `rms_norm`; the same bits for any number of threads."""
+        dim, dy = x.shape[-1], dy.contiguous()
+        _require(x.dtype, x, weight, dy)
+        dx, rows = torch.empty_like(x), x.numel() // dim
+        parts = torch.empty(-(-rows // PART_ROWS), dim)
+        pointers = (x.data_ptr(), weight.data_ptr(), dy.data_ptr(), eps, dx.data_ptr(), parts.data_ptr())
+        self._rms_norm_backward[x.dtype](*pointers, rows, dim)
+        return dx, parts.sum(0)
+
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        gate_up = gate_up.contiguous()
-        rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
-        y = torch.empty(rows, dim, dtype=gate_up.dtype)
-        self._silu_and_mul[gate_up.dtype](gate_up.data_ptr(), y.data_ptr(), rows, dim)
+        return self.silu_mul(*gate_up.chunk(2, dim=-1))
+
+    def silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, [rows, dim] each, of which the rows may lie apart."""
+        y = torch.empty(gate.shape, dtype=gate.dtype)
+        self._silu_and_mul[gate.dtype](byref(_gated_rows(gate, up)), y.data_ptr())
         return y
+
+    def silu_mul_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of gate and up [rows, dim]."""
+        dy = dy.contiguous()
+        _require(gate.dtype, dy)
+        d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype) for _ in range(2))
+        pointers = (dy.data_ptr(), d_gate.data_ptr(), d_up.data_ptr())
+        self._silu_and_mul_backward[gate.dtype](byref(_gated_rows(gate, up)), *pointers)
+        return d_gate, d_up
 
     def enter_attention(
         self,
@@ -188,27 +222,27 @@ class CpuKernels:
         return out
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype = torch.bfloat16
+        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
     ) -> Callable[[Tensor], Tensor]:
-        """x [T, in] bf16 -> x @ weight.T + bias, in bf16 or fp32, with a private copy of `weight` [out, in] bf16. Sums are fp32,
-        in one order for every row count: a row's bits do not depend on the batch."""
-        out_features, in_features = weight.shape
-        packed = torch.empty(self._packed_size(out_features, in_features), dtype=torch.bfloat16)
+        """x [T, in] -> x @ weight.T + bias, all of one dtype, or fp32 out, with a private copy of `weight` [out, in]. Sums are
+        fp32, in one order for every row count: a row's bits do not depend on the batch."""
+        (out_features, in_features), dtype = weight.shape, weight.dtype
+        packed = torch.empty(self._packed_size(out_features, in_features), dtype=dtype)
         weight = weight.contiguous()  # a name keeps it alive for the call
-        _require(torch.bfloat16, weight)
-        self._pack(weight.data_ptr(), packed.data_ptr(), out_features, in_features)
-        bias = None if bias is None else _dense(bias, torch.bfloat16)
-        linear, is_float = self._linear, out_dtype == torch.float32
+        _require(dtype, weight)
+        self._pack[dtype](weight.data_ptr(), packed.data_ptr(), out_features, in_features)
+        bias = None if bias is None else _dense(bias, dtype)
+        linear, out_dtype = self._linear[dtype], out_dtype or dtype
 
         def product(x: Tensor) -> Tensor:
-            if x.dtype != torch.bfloat16:
-                raise ValueError(f"packed product: x in {x.dtype}; allowed: bfloat16")
+            if x.dtype != dtype:
+                raise ValueError(f"packed product: x in {x.dtype}; allowed: {dtype}")
             x = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, in_features).contiguous()
             rows = x.shape[0]
             y = torch.empty(rows, out_features, dtype=out_dtype)
             stride = x.stride(0) if rows > 1 else in_features
             linear(byref(_Linear(x.data_ptr(), packed.data_ptr(), _pointer(bias), y.data_ptr(),
-                                 rows, in_features, out_features, stride, is_float)))  # fmt: skip
+                                 rows, in_features, out_features, stride, out_dtype == torch.float32)))  # fmt: skip
             return y
 
         return product

@@ -44,19 +44,19 @@ struct Softmax {
 
 // Products of a row with TILE keys, of which low : high are seen -> weights, 0 for the others; returns what the old sums shrink by
 INLINE float soften(const Attention& a, float* row, int low, int high, float& peak, float& mass) {
-    const i32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    f32x16 scores[TILE / WIDTH], top = splat(FAR), sums{};
+    const i32v lanes = lane_numbers();
+    f32v scores[TILE / WIDTH], top = splat(FAR), sums{};
     for (int i = 0; i < TILE / WIDTH; i++) {
-        f32x16 s = load(row + i * WIDTH) * a.scale;
+        f32v s = load(row + i * WIDTH) * a.scale;
         if (a.softcap != 0)
             for (int j = 0; j < WIDTH; j++) s[j] = std::tanh(s[j] / a.softcap) * a.softcap;
-        i32x16 at = lanes + i * WIDTH;
+        i32v at = lanes + i * WIDTH;
         scores[i] = (at >= low) & (at < high) ? s : splat(-INFINITY);
         top = maximum(top, scores[i]);
     }
     const float old = peak, now = std::max(old, maximum(top));
     for (int i = 0; i < TILE / WIDTH; i++) {
-        f32x16 w = exp(scores[i] - now);
+        f32v w = exp(scores[i] - now);
         store(row + i * WIDTH, w);
         sums += w;
     }
@@ -70,9 +70,9 @@ INLINE float soften(const Attention& a, float* row, int low, int high, float& pe
 template <class T, int DV>
 struct Dot {
     static constexpr int64_t STEP = WIDTH;
-    typedef f32x16 Operand;
+    typedef f32v Operand;
     static INLINE Operand get(const T* p, int64_t n) { return DV ? load(p) : load(p, n); }
-    static INLINE void add(f32x16& acc, Operand x, Operand y) { acc += x * y; }
+    static INLINE void add(f32v& acc, Operand x, Operand y) { acc += x * y; }
 };
 #if defined(__AVX512BF16__)
 template <int DV>
@@ -80,7 +80,7 @@ struct PairDot {
     static constexpr int64_t STEP = 2 * WIDTH;
     typedef __m512bh Operand;
     static INLINE Operand get(const bf16* p, int64_t) { return (__m512bh)_mm512_loadu_si512(p); }
-    static INLINE void add(f32x16& acc, Operand x, Operand y) { acc = (f32x16)_mm512_dpbf16_ps((__m512)acc, x, y); }
+    static INLINE void add(f32v& acc, Operand x, Operand y) { acc = (f32v)_mm512_dpbf16_ps((__m512)acc, x, y); }
 };
 template <>
 struct Dot<bf16, 2> : PairDot<2> {};
@@ -92,24 +92,25 @@ template <>
 struct Dot<bf16, 8> : PairDot<8> {};
 #endif
 
-// scores[h][0 : 16] of 16 keys, four at a time; DV vectors a head
+// scores[h][0 : WIDTH] of WIDTH keys, a few at a time; DV vectors a head
 template <class T, int DV, int H>
-INLINE void dot_products(const T* const* keys, const T* q, int64_t padded, int64_t dim, f32x16* scores) {
+INLINE void dot_products(const T* const* keys, const T* q, int64_t padded, int64_t dim, f32v* scores) {
     typedef Dot<T, DV> D;
-    f32x16 products[H][WIDTH];
+    constexpr int AT_ONCE = WIDTH / 4;  // with H rows they fill the registers
+    f32v products[H][WIDTH];
     const int64_t end = DV ? DV * WIDTH : padded;
-    for (int i = 0; i < WIDTH; i += 4) {
-        f32x16 acc[4][H] = {};
+    for (int i = 0; i < WIDTH; i += AT_ONCE) {
+        f32v acc[AT_ONCE][H] = {};
         for (int64_t d = 0; d < end; d += D::STEP) {
-            typename D::Operand k[4];
-            for (int j = 0; j < 4; j++) k[j] = D::get(keys[i + j] + d, dim - d);
+            typename D::Operand k[AT_ONCE];
+            for (int j = 0; j < AT_ONCE; j++) k[j] = D::get(keys[i + j] + d, dim - d);
             for (int h = 0; h < H; h++) {
                 typename D::Operand x = D::get(q + h * padded + d, WIDTH);
-                for (int j = 0; j < 4; j++) D::add(acc[j][h], x, k[j]);
+                for (int j = 0; j < AT_ONCE; j++) D::add(acc[j][h], x, k[j]);
             }
         }
         for (int h = 0; h < H; h++)
-            for (int j = 0; j < 4; j++) products[h][i + j] = acc[j][h];
+            for (int j = 0; j < AT_ONCE; j++) products[h][i + j] = acc[j][h];
     }
     for (int h = 0; h < H; h++) scores[h] = sum_rows(products[h]);
 }
@@ -118,13 +119,15 @@ INLINE void dot_products(const T* const* keys, const T* q, int64_t padded, int64
 template <class T, int DV, int H>
 void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, const T* q, int64_t padded, Softmax& softmax,
                  int64_t first) {
+    constexpr int COLUMNS = DV > 5 ? 2 : std::max(DV, 1);  // of values at a time: the sums must fit the registers
+    static_assert(DV % COLUMNS == 0);
     const int64_t dim = a.head_dim, vectors = DV ? DV : padded / WIDTH;
     float weights[H][TILE];
     for (int i = 0; i < TILE; i += WIDTH) {
         if (i + WIDTH <= low || i >= high) continue;
         const T* rows[WIDTH];  // a key that must not be seen is not read
         for (int j = 0; j < WIDTH; j++) rows[j] = keys.k[std::min(std::max(i + j, low), high - 1)];
-        f32x16 scores[H];
+        f32v scores[H];
         dot_products<T, DV, H>(rows, q, padded, dim, scores);
         for (int h = 0; h < H; h++) store(&weights[h][i], scores[h]);
     }
@@ -135,20 +138,22 @@ void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, con
             for (int64_t d = 0; d < padded; d += WIDTH) store(total + h * padded + d, load(total + h * padded + d) * shrink);
     }
     if (DV) {
-        f32x16 acc[H][DV ? DV : 1];
-        for (int h = 0; h < H; h++)
-            for (int d = 0; d < DV; d++) acc[h][d] = load(total + h * padded + d * WIDTH);
-        for (int i = low; i < high; i++)
-            for (int d = 0; d < DV; d++) {
-                f32x16 v = load(keys.v[i] + d * WIDTH);
-                for (int h = 0; h < H; h++) acc[h][d] += weights[h][i] * v;
-            }
-        for (int h = 0; h < H; h++)
-            for (int d = 0; d < DV; d++) store(total + h * padded + d * WIDTH, acc[h][d]);
+        for (int d = 0; d < DV; d += COLUMNS) {
+            f32v acc[H][COLUMNS];
+            for (int h = 0; h < H; h++)
+                for (int c = 0; c < COLUMNS; c++) acc[h][c] = load(total + h * padded + (d + c) * WIDTH);
+            for (int i = low; i < high; i++)
+                for (int c = 0; c < COLUMNS; c++) {
+                    f32v v = load(keys.v[i] + (d + c) * WIDTH);
+                    for (int h = 0; h < H; h++) acc[h][c] += weights[h][i] * v;
+                }
+            for (int h = 0; h < H; h++)
+                for (int c = 0; c < COLUMNS; c++) store(total + h * padded + (d + c) * WIDTH, acc[h][c]);
+        }
     } else {
         for (int i = low; i < high; i++)
             for (int64_t d = 0; d < vectors; d++) {
-                f32x16 v = load(keys.v[i] + d * WIDTH, dim - d * WIDTH);
+                f32v v = load(keys.v[i] + d * WIDTH, dim - d * WIDTH);
                 for (int h = 0; h < H; h++) {
                     float* t = total + h * padded + d * WIDTH;
                     store(t, load(t) + weights[h][i] * v);
@@ -160,12 +165,11 @@ void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, con
 // The tile for all rows of `count` query tokens of a unit
 template <class T, int DV>
 void attend_rows(const Attention& a, const Keys<T>& keys, int count, const T* q, int64_t padded, int64_t group, Softmax& softmax) {
-    constexpr int most = DV > 5 ? 2 : HEADS;  // accumulators must fit the registers
     for (int i = 0; i < count; i++) {
         const int low = keys.low[i], high = keys.high[i];
         if (low >= high) continue;
         for (int64_t h = 0; h < group;) {
-            const int64_t many = std::min<int64_t>(most, group - h), row = i * group + h;
+            const int64_t many = std::min<int64_t>(HEADS, group - h), row = i * group + h;
             const T* x = q + row * padded;
             switch (many) {
                 case 1: attend_tile<T, DV, 1>(a, keys, low, high, x, padded, softmax, row); break;
@@ -184,11 +188,11 @@ using AttendRows = void (*)(const Attention&, const Keys<T>&, int, const T*, int
 template <class T>
 AttendRows<T> attend_rows_for(int64_t dim) {
     switch (dim) {
-        case 32: return attend_rows<T, 2>;
-        case 64: return attend_rows<T, 4>;
-        case 80: return attend_rows<T, 5>;
-        case 96: return attend_rows<T, 6>;
-        case 128: return attend_rows<T, 8>;
+        case 32: return attend_rows<T, 32 / WIDTH>;
+        case 64: return attend_rows<T, 64 / WIDTH>;
+        case 80: return attend_rows<T, 80 / WIDTH>;
+        case 96: return attend_rows<T, 96 / WIDTH>;
+        case 128: return attend_rows<T, 128 / WIDTH>;
         default: return attend_rows<T, 0>;
     }
 }

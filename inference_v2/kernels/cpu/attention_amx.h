@@ -8,19 +8,15 @@
 namespace hybrid {
 
 // In place: row i of the result is column i of what was there
-INLINE void transpose(f32x16* rows) {
-    const i32x16 low[4] = {{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
-                           {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
-                           {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
-                           {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}};
+INLINE void transpose(f32v* rows) {
 #pragma GCC unroll 4
-    for (int level = 0; level < 4; level++)
+    for (int step = 1; step < WIDTH; step *= 2)
 #pragma GCC unroll 16
         for (int i = 0; i < WIDTH; i++)
-            if (const int step = 1 << level; !(i & step)) {
-                f32x16 a = rows[i], b = rows[i + step];
-                rows[i] = __builtin_shuffle(a, b, low[level]);
-                rows[i + step] = __builtin_shuffle(a, b, low[level] + step);
+            if (!(i & step)) {
+                f32v a = rows[i], b = rows[i + step];
+                rows[i] = __builtin_shuffle(a, b, interleaved(step));
+                rows[i + step] = __builtin_shuffle(a, b, interleaved(step) + step);
             }
 }
 
@@ -63,11 +59,11 @@ class AmxTile {
     void take_queries(const bf16* q, int64_t padded, int64_t rows) {
         for (int64_t row = 0; row < rows; row += 16)
             for (int64_t d = 0; d < dim; d += 16) {
-                f32x16 block[16];
-                for (int r = 0; r < 16; r++) block[r] = row + r < rows ? load(q + (row + r) * padded + d) : f32x16{};
+                f32v block[16];
+                for (int r = 0; r < 16; r++) block[r] = row + r < rows ? load(q + (row + r) * padded + d) : f32v{};
                 transpose(block);  // block[i] holds dimension d + i of 16 rows: bf16 in the upper halves
                 for (int p = 0; p < 8; p++) {
-                    u32x16 pair = (u32x16)block[2 * p] >> 16 | ((u32x16)block[2 * p + 1] & 0xffff0000u);
+                    u32v pair = (u32v)block[2 * p] >> 16 | ((u32v)block[2 * p + 1] & 0xffff0000u);
                     memcpy(queries.data() + row * dim + (d / 2 + p) * 32, &pair, 64);
                 }
             }
@@ -79,7 +75,7 @@ class AmxTile {
                 Softmax& softmax) {
         products(queries.data() + row * dim);
         for (int j = 0; j < last; j += 16) {
-            f32x16 block[16];
+            f32v block[16];
             for (int i = 0; i < 16; i++) block[i] = load(columns + (j + i) * 16);
             transpose(block);
             for (int i = 0; i < 16; i++) store(scores.data() + i * TILE + j, block[i]);
@@ -95,7 +91,7 @@ class AmxTile {
             if (shrink != 1.0f)
                 for (int64_t d = 0; d < dim; d += WIDTH) store(total + i * padded + d, load(total + i * padded + d) * shrink);
             for (int j = 0; j < TILE; j += WIDTH) {
-                f32x16 w = load(s + j), near = rounded<bf16>(w);
+                f32v w = load(s + j), near = rounded<bf16>(w);
                 store(high.data() + i * TILE + j, near);
                 store(low.data() + i * TILE + j, w - near);
             }

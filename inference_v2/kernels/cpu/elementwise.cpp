@@ -1,4 +1,6 @@
-// Norms, activation, and what lies between the qkv projection and attention. Rounding follows reference.py step by step.
+// Norms and activation, forward and backward, and what lies between the qkv projection and attention. Rounding follows reference.py step by step.
+#include <algorithm>
+
 #include "vec.h"
 
 namespace hybrid {
@@ -8,14 +10,14 @@ constexpr int64_t WORTH_A_THREAD = 1 << 16;  // values: to wake the other thread
 // y = weight * (x / rms(x)); x is rounded to T after the division, as the Hugging Face modules do
 template <class T>
 INLINE void norm_row(const T* x, const T* weight, float eps, T* y, int64_t dim) {
-    f32x16 squares{};
+    f32v squares{};
     for (int64_t d = 0; d < dim; d += WIDTH) {
-        f32x16 v = load(x + d, dim - d);
+        f32v v = load(x + d, dim - d);
         squares += v * v;
     }
     float scale = 1.0f / std::sqrt(sum(squares) / (float)dim + eps);
     for (int64_t d = 0; d < dim; d += WIDTH) {
-        f32x16 v = rounded<T>(load(x + d, dim - d) * scale);
+        f32v v = rounded<T>(load(x + d, dim - d) * scale);
         store(y + d, load(weight + d, dim - d) * v, dim - d);
     }
 }
@@ -38,14 +40,63 @@ void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* 
 }
 
 template <class T>
-void silu_and_mul(const T* gate_up, T* y, int64_t rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
-    for (int64_t i = 0; i < rows; i++) {
-        const T *gate = gate_up + i * 2 * dim, *up = gate + dim;
+struct GatedRows {  // row i begins at gate + i * gate_stride, and so on
+    const T *gate, *up;
+    int64_t rows, dim, gate_stride, up_stride;
+};
+
+template <class T>
+void silu_and_mul(const GatedRows<T>& a, T* y) {
+    const int64_t dim = a.dim;
+#pragma omp parallel for schedule(static) if (a.rows * dim > WORTH_A_THREAD)
+    for (int64_t i = 0; i < a.rows; i++) {
+        const T *gate = a.gate + i * a.gate_stride, *up = a.up + i * a.up_stride;
         for (int64_t d = 0; d < dim; d += WIDTH) {
-            f32x16 g = load(gate + d, dim - d);
-            f32x16 active = rounded<T>(g / (1.0f + exp(-g)));
+            f32v g = load(gate + d, dim - d);
+            f32v active = rounded<T>(g / (1.0f + exp(-g)));
             store(y + i * dim + d, active * load(up + d, dim - d), dim - d);
+        }
+    }
+}
+
+// d_gate and d_up are dense [rows, dim]
+template <class T>
+void silu_and_mul_backward(const GatedRows<T>& a, const T* dy, T* d_gate, T* d_up) {
+    const int64_t dim = a.dim;
+#pragma omp parallel for schedule(static) if (a.rows * dim > WORTH_A_THREAD)
+    for (int64_t i = 0; i < a.rows; i++) {
+        const T *gate = a.gate + i * a.gate_stride, *up = a.up + i * a.up_stride;
+        for (int64_t d = 0; d < dim; d += WIDTH) {
+            f32v g = load(gate + d, dim - d), u = load(up + d, dim - d), slope = load(dy + i * dim + d, dim - d);
+            f32v s = 1.0f / (1.0f + exp(-g));
+            store(d_up + i * dim + d, slope * rounded<T>(g * s), dim - d);
+            store(d_gate + i * dim + d, slope * u * (s * (1.0f + g * (1.0f - s))), dim - d);
+        }
+    }
+}
+
+// d_weight is the sum of the parts, each of PART_ROWS rows: the same for any number of threads
+constexpr int64_t PART_ROWS = 32;
+template <class T>
+void rms_norm_backward(const T* x, const T* weight, const T* dy, float eps, T* dx, float* parts, int64_t rows, int64_t dim) {
+#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
+    for (int64_t part = 0; part < (rows + PART_ROWS - 1) / PART_ROWS; part++) {
+        float* d_weight = parts + part * dim;
+        std::fill(d_weight, d_weight + dim, 0.0f);
+        for (int64_t i = part * PART_ROWS; i < std::min(rows, (part + 1) * PART_ROWS); i++) {
+            f32v squares{}, dots{};
+            for (int64_t d = 0; d < dim; d += WIDTH) {
+                f32v v = load(x + i * dim + d, dim - d);
+                squares += v * v;
+                dots += v * load(weight + d, dim - d) * load(dy + i * dim + d, dim - d);
+            }
+            const float scale = 1.0f / std::sqrt(sum(squares) / (float)dim + eps);
+            const float along = sum(dots) / (float)dim * scale * scale * scale;
+            for (int64_t d = 0; d < dim; d += WIDTH) {
+                f32v v = load(x + i * dim + d, dim - d), slope = load(dy + i * dim + d, dim - d);
+                store(dx + i * dim + d, slope * load(weight + d, dim - d) * scale - v * along, dim - d);
+                store(d_weight + d, load(d_weight + d, dim - d) + slope * rounded<T>(v * scale), dim - d);
+            }
         }
     }
 }
@@ -55,7 +106,7 @@ template <class T>
 INLINE void rotate(T* x, const T* cos, const T* sin, int64_t half) {
     for (int64_t d = 0; d < half; d += WIDTH) {
         int64_t n = half - d;
-        f32x16 a = load(x + d, n), b = load(x + half + d, n), c = load(cos + d, n), s = load(sin + d, n);
+        f32v a = load(x + d, n), b = load(x + half + d, n), c = load(cos + d, n), s = load(sin + d, n);
         store(x + d, rounded<T>(a * c) - rounded<T>(b * s), n);
         store(x + half + d, rounded<T>(b * c) + rounded<T>(a * s), n);
     }
@@ -107,8 +158,13 @@ void enter_attention(const EnterAttention& a) {
                                         int64_t rows, int64_t dim) {                                                           \
         hybrid::add_rms_norm(x, residual, weight, eps, y, total, rows, dim);                                                   \
     }                                                                                                                          \
-    extern "C" void silu_and_mul_##name(const T* gate_up, T* y, int64_t rows, int64_t dim) {                                   \
-        hybrid::silu_and_mul(gate_up, y, rows, dim);                                                                           \
+    extern "C" void silu_and_mul_##name(const hybrid::GatedRows<T>* a, T* y) { hybrid::silu_and_mul(*a, y); }                  \
+    extern "C" void silu_and_mul_backward_##name(const hybrid::GatedRows<T>* a, const T* dy, T* d_gate, T* d_up) {             \
+        hybrid::silu_and_mul_backward(*a, dy, d_gate, d_up);                                                                   \
+    }                                                                                                                          \
+    extern "C" void rms_norm_backward_##name(const T* x, const T* weight, const T* dy, float eps, T* dx, float* parts,         \
+                                             int64_t rows, int64_t dim) {                                                      \
+        hybrid::rms_norm_backward(x, weight, dy, eps, dx, parts, rows, dim);                                                   \
     }                                                                                                                          \
     extern "C" void enter_attention_##name(const hybrid::EnterAttention* a) { hybrid::enter_attention<T>(*a); }
 FOR_EACH_DTYPE(EXPORT)

@@ -1,8 +1,8 @@
-// bf16 x bf16 products with fp32 sums, over weights that were packed once: for CPUs with AMX or AVX-512 bf16.
+// Products with fp32 sums over weights that were packed once: bf16 in AMX tiles, in AVX-512's pairs or as floats, and fp32.
 //
 // A row's sum runs over k in one fixed order, whatever other rows come with it: results do not depend on batch or threads.
 #include <algorithm>
-#include <vector>
+#include <memory>
 
 #include "vec.h"
 #include "amx.h"
@@ -14,190 +14,264 @@ namespace hybrid {
 
 constexpr int PANEL = 32;  // output features of one packed panel
 constexpr int DEPTH = 32;  // input features of one tile
-constexpr int HALF = PANEL / 2 * DEPTH;  // values of one tile: [DEPTH / 2][16][2]
+constexpr int HALF = PANEL / 2 * DEPTH;  // values of one tile
 
+template <class T>
 struct Linear {
-    const bf16 *x, *packed, *bias;  // [rows, in] rows x_stride apart; [panels][in / DEPTH][2][DEPTH / 2][16][2]; [out] or null
-    void* y;                        // [rows, out], bf16 or fp32
+    const T *x, *packed, *bias;  // [rows, in] rows x_stride apart; see `pack`; [out] or null
+    void* y;                     // [rows, out] of T, or fp32
     int64_t rows, in, out, x_stride;
     int32_t y_is_float;
 };
 
 INLINE int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// weight [out, in] -> panels of 32 features, pairs of k side by side, zeros at the edges
-void pack(const bf16* weight, bf16* packed, int64_t out, int64_t in) {
+// weight [out, in] -> [panels][in / DEPTH][2][DEPTH][16], with zeros at the edges; two k of bf16 lie side by side, in one word
+template <class T>
+void pack(const T* weight, T* packed, int64_t out, int64_t in) {
+    constexpr int WORD = sizeof(float) / sizeof(T);
     const int64_t depth = up(in, DEPTH);
 #pragma omp parallel for schedule(static)
     for (int64_t n0 = 0; n0 < out; n0 += PANEL) {
-        bf16* at = packed + n0 * depth;
+        T* at = packed + n0 * depth;
         for (int64_t k0 = 0; k0 < depth; k0 += DEPTH)
             for (int half = 0; half < 2; half++, at += HALF)
                 for (int n = 0; n < 16; n++) {
                     int64_t feature = n0 + half * 16 + n;
                     for (int k = 0; k < DEPTH; k++) {
                         bool inside = feature < out && k0 + k < in;
-                        at[(k / 2 * 16 + n) * 2 + k % 2] = inside ? weight[feature * in + k0 + k] : bf16{0};
+                        at[(k / WORD * 16 + n) * WORD + k % WORD] = inside ? weight[feature * in + k0 + k] : T{};
                     }
                 }
     }
 }
 
-// 16 sums of one row -> y, with bias
-INLINE void write(const Linear& a, int64_t row, int64_t feature, f32x16 v) {
+// The sums of one row and WIDTH features -> y, with bias
+template <class T>
+INLINE void write(const Linear<T>& a, int64_t row, int64_t feature, f32v v) {
     int64_t n = a.out - feature;
     if (n <= 0) return;
     if (a.bias) v += load(a.bias + feature, n);
     if (a.y_is_float)
         store((float*)a.y + row * a.out + feature, v, n);
     else
-        store((bf16*)a.y + row * a.out + feature, v, n);
+        store((T*)a.y + row * a.out + feature, v, n);
 }
 
-#if defined(__AMX_BF16__)
-
-// tiles 0 to 3: sums (two row blocks x two halves); 4, 5: x; 6, 7: weight
-INLINE void configure(TileScope& tiles, uint8_t first, uint8_t second) {
-    second = std::max<uint8_t>(second, 1);
-    tiles.configure({first, first, second, second, first, second, 16, 16});
-}
+// The activations that a block of rows is computed from
+template <class V>
+struct Rows {
+    const V* start;
+    int64_t stride;
+    const V* at(int64_t row) const { return start + row * stride; }
+};
 
 // A panel comes from memory once; the hardware does not run ahead far enough
 constexpr int AHEAD = 8192;  // bytes
-INLINE void fetch_ahead(const bf16* panel) {
-    for (int line = 0; line < 2 * HALF * (int)sizeof(bf16); line += 64) _mm_prefetch((const char*)panel + AHEAD + line, _MM_HINT_T1);
+template <class T>
+INLINE void fetch_ahead(const T* panel) {
+    for (int line = 0; line < 2 * HALF * (int)sizeof(T); line += 64) __builtin_prefetch((const char*)panel + AHEAD + line, 0, 2);
 }
 
-INLINE void write_tile(const Linear& a, const float* sums, int64_t row, int rows, int64_t feature) {
-    for (int i = 0; i < rows; i++) write(a, row + i, feature, load(sums + i * 16));
-}
+// In floats, for any CPU. Of a word with two bf16, either becomes a float by itself
+template <class T>
+struct Floats {
+    typedef float Value;  // of a row of x as it is read
+    static constexpr int ROW_BLOCK = WIDTH == 16 ? 12 : 6, X_BYTES = 1 << 18;
+    static constexpr int COLUMNS = 2, WORD = sizeof(float) / sizeof(T);  // vectors of features at a time; values of T in a word
 
-// Up to 32 rows of one panel; `fetch`: the first to read it
-INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool fetch,
-                       TileScope& tiles) {
-    const int first = std::min(rows, 16), second = rows - first;
-    const bf16 *x0 = a.x + row * a.x_stride, *x1 = x0 + 16 * a.x_stride;
-    const int64_t stride = a.x_stride * sizeof(bf16);
-    alignas(64) float sums[16 * 16];
-    configure(tiles, first, second);
-    _tile_zero(0);
-    _tile_zero(1);
-    if (second) {
-        _tile_zero(2);
-        _tile_zero(3);
+    void panel_rows(const Linear<T>& a, Rows<float> x, const T* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool fetch) {
+        exactly<ROW_BLOCK>(a, x, panel, depth, n0, row, rows, fetch);
+    }
+
+   private:
+    template <int ROWS>
+    INLINE void exactly(const Linear<T>& a, Rows<float> x, const T* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool fetch) {
+        if constexpr (ROWS > 1)
+            if (rows < ROWS) return exactly<ROWS - 1>(a, x, panel, depth, n0, row, rows, fetch);
+        for (int n = 0; n < PANEL; n += COLUMNS * WIDTH) some_columns<ROWS>(a, x, panel, depth, n0, n, row, fetch && n == 0);
+    }
+
+    template <int ROWS>
+    INLINE void some_columns(const Linear<T>& a, Rows<float> x, const T* panel, int64_t depth, int64_t n0, int n, int64_t row, bool fetch) {
+        f32v acc[ROWS][COLUMNS] = {};
+        const float* at = x.at(row);
         for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF) {
             if (fetch) fetch_ahead(panel);
-            _tile_loadd(6, panel, 64);
-            _tile_loadd(4, x0 + k, stride);
-            _tile_loadd(7, panel + HALF, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_loadd(5, x1 + k, stride);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
+            for (int p = 0; p < DEPTH; p += WORD) {
+                u32v words[COLUMNS];
+                for (int v = 0; v < COLUMNS; v++) {
+                    const int feature = n + v * WIDTH;
+                    memcpy(&words[v], panel + feature / 16 * HALF + p * 16 + feature % 16 * WORD, sizeof(u32v));
+                }
+                for (int part = 0; part < WORD; part++) {
+                    f32v w[COLUMNS];
+                    for (int v = 0; v < COLUMNS; v++)
+                        w[v] = (f32v)(WORD == 1 ? words[v] : part ? words[v] & 0xffff0000u : words[v] << 16);
+                    for (int i = 0; i < ROWS; i++)
+                        for (int v = 0; v < COLUMNS; v++) acc[i][v] += at[i * x.stride + k + p + part] * w[v];
+                }
+            }
         }
-    } else {
-        for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF) {
-            if (fetch) fetch_ahead(panel);
-            _tile_loadd(4, x0 + k, stride);
-            _tile_loadd(6, panel, 64);
-            _tile_loadd(7, panel + HALF, 64);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
+        for (int i = 0; i < ROWS; i++)
+            for (int v = 0; v < COLUMNS; v++) write(a, row + i, n0 + n + v * WIDTH, acc[i][v]);
+    }
+};
+
+#if defined(__AMX_BF16__)
+
+struct Tiles {
+    typedef bf16 Value;
+    static constexpr int ROW_BLOCK = 32, X_BYTES = 1 << 20;
+
+    // Up to 32 rows of one panel; `fetch`: the first to read it
+    INLINE void panel_rows(const Linear<bf16>& a, Rows<bf16> x, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool fetch) {
+        const int first = std::min(rows, 16), second = rows - first;
+        const bf16 *x0 = x.at(row), *x1 = x.at(row + 16);
+        const int64_t stride = x.stride * sizeof(bf16);
+        alignas(64) float sums[16 * 16];
+        configure(first, second);
+        _tile_zero(0);
+        _tile_zero(1);
+        if (second) {
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF) {
+                if (fetch) fetch_ahead(panel);
+                _tile_loadd(6, panel, 64);
+                _tile_loadd(4, x0 + k, stride);
+                _tile_loadd(7, panel + HALF, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_loadd(5, x1 + k, stride);
+                _tile_dpbf16ps(1, 4, 7);
+                _tile_dpbf16ps(2, 5, 6);
+                _tile_dpbf16ps(3, 5, 7);
+            }
+        } else {
+            for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF) {
+                if (fetch) fetch_ahead(panel);
+                _tile_loadd(4, x0 + k, stride);
+                _tile_loadd(6, panel, 64);
+                _tile_loadd(7, panel + HALF, 64);
+                _tile_dpbf16ps(0, 4, 6);
+                _tile_dpbf16ps(1, 4, 7);
+            }
+        }
+        _tile_stored(0, sums, 64);
+        write_tile(a, sums, row, first, n0);
+        _tile_stored(1, sums, 64);
+        write_tile(a, sums, row, first, n0 + 16);
+        if (second) {
+            _tile_stored(2, sums, 64);
+            write_tile(a, sums, row + 16, second, n0);
+            _tile_stored(3, sums, 64);
+            write_tile(a, sums, row + 16, second, n0 + 16);
         }
     }
-    _tile_stored(0, sums, 64);
-    write_tile(a, sums, row, first, n0);
-    _tile_stored(1, sums, 64);
-    write_tile(a, sums, row, first, n0 + 16);
-    if (second) {
-        _tile_stored(2, sums, 64);
-        write_tile(a, sums, row + 16, second, n0);
-        _tile_stored(3, sums, 64);
-        write_tile(a, sums, row + 16, second, n0 + 16);
+
+   private:
+    // tiles 0 to 3: sums (two row blocks x two halves); 4, 5: x; 6, 7: weight
+    void configure(uint8_t first, uint8_t second) {
+        second = std::max<uint8_t>(second, 1);
+        tiles.configure({first, first, second, second, first, second, 16, 16});
     }
-}
 
-constexpr int ROW_BLOCK = 32;
+    INLINE void write_tile(const Linear<bf16>& a, const float* sums, int64_t row, int rows, int64_t feature) {
+        for (int i = 0; i < rows; i++) write(a, row + i, feature, load(sums + i * 16));
+    }
 
-bool prepare() { return may_use_tiles(); }
-const char* kind() { return "amx"; }
+    TileScope tiles;
+};
 
 #elif defined(__AVX512BF16__)
 
-struct TileScope {};
+struct Pairs {
+    typedef bf16 Value;
+    static constexpr int ROW_BLOCK = 12, X_BYTES = 1 << 20;
 
-template <int ROWS>
-INLINE void few_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row) {
-    __m512 acc[ROWS][2];
-    for (int i = 0; i < ROWS; i++) acc[i][0] = acc[i][1] = _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF)
-        for (int p = 0; p < DEPTH / 2; p++) {
-            __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + p * 32), w1 = (__m512bh)_mm512_loadu_si512(panel + HALF + p * 32);
-            for (int i = 0; i < ROWS; i++) {
-                int32_t pair;
-                memcpy(&pair, a.x + (row + i) * a.x_stride + k + 2 * p, 4);
-                __m512bh x = (__m512bh)_mm512_set1_epi32(pair);
-                acc[i][0] = _mm512_dpbf16_ps(acc[i][0], x, w0);
-                acc[i][1] = _mm512_dpbf16_ps(acc[i][1], x, w1);
-            }
-        }
-    for (int i = 0; i < ROWS; i++) {
-        write(a, row + i, n0, (f32x16)acc[i][0]);
-        write(a, row + i, n0 + 16, (f32x16)acc[i][1]);
+    void panel_rows(const Linear<bf16>& a, Rows<bf16> x, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool) {
+        while (rows >= 12) few_rows<12>(a, x, panel, depth, n0, row), row += 12, rows -= 12;
+        while (rows >= 4) few_rows<4>(a, x, panel, depth, n0, row), row += 4, rows -= 4;
+        while (rows >= 1) few_rows<1>(a, x, panel, depth, n0, row), row += 1, rows -= 1;
     }
-}
 
-constexpr int ROW_BLOCK = 12;
-
-INLINE void panel_rows(const Linear& a, const bf16* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool, TileScope&) {
-    while (rows >= 12) few_rows<12>(a, panel, depth, n0, row), row += 12, rows -= 12;
-    while (rows >= 4) few_rows<4>(a, panel, depth, n0, row), row += 4, rows -= 4;
-    while (rows >= 1) few_rows<1>(a, panel, depth, n0, row), row += 1, rows -= 1;
-}
-
-bool prepare() { return true; }
-const char* kind() { return "avx512_bf16"; }
-
-#else
-
-struct TileScope {};
-constexpr int ROW_BLOCK = 1;
-INLINE void panel_rows(const Linear&, const bf16*, int64_t, int64_t, int64_t, int, bool, TileScope&) {}
-bool prepare() { return false; }
-const char* kind() { return "none"; }
+   private:
+    template <int ROWS>
+    INLINE void few_rows(const Linear<bf16>& a, Rows<bf16> x, const bf16* panel, int64_t depth, int64_t n0, int64_t row) {
+        __m512 acc[ROWS][2];
+        for (int i = 0; i < ROWS; i++) acc[i][0] = acc[i][1] = _mm512_setzero_ps();
+        for (int64_t k = 0; k < depth; k += DEPTH, panel += 2 * HALF)
+            for (int p = 0; p < DEPTH / 2; p++) {
+                __m512bh w0 = (__m512bh)_mm512_loadu_si512(panel + p * 32), w1 = (__m512bh)_mm512_loadu_si512(panel + HALF + p * 32);
+                for (int i = 0; i < ROWS; i++) {
+                    int32_t pair;
+                    memcpy(&pair, x.at(row + i) + k + 2 * p, 4);
+                    __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+                    acc[i][0] = _mm512_dpbf16_ps(acc[i][0], both, w0);
+                    acc[i][1] = _mm512_dpbf16_ps(acc[i][1], both, w1);
+                }
+            }
+        for (int i = 0; i < ROWS; i++) {
+            write(a, row + i, n0, (f32v)acc[i][0]);
+            write(a, row + i, n0 + 16, (f32v)acc[i][1]);
+        }
+    }
+};
 
 #endif
 
-void linear(Linear a) {
+// A row of x as the panels' loops read it: whole tiles, so zeros beyond its end and not the next row
+template <class T, class V>
+INLINE void copy_row(const T* x, V* copy, int64_t in, int64_t depth) {
+    int64_t k = 0;
+    for (; k < in; k += WIDTH) store(copy + k, load(x + k, in - k));
+    for (; k < depth; k += WIDTH) store(copy + k, splat(0.0f));
+}
+
+template <class Panels, class T>
+void linear(const Linear<T>& a) {
+    typedef typename Panels::Value Value;
+    constexpr int unit = Panels::ROW_BLOCK;
     const int64_t depth = up(a.in, DEPTH), panels = up(a.out, PANEL) / PANEL;
-    std::vector<bf16> widened;
-    if (a.in % DEPTH) {  // whole tiles are read: zeros beyond the row's end, not the next row
-        widened.assign(a.rows * depth, bf16{0});
-        for (int64_t i = 0; i < a.rows; i++) std::copy(a.x + i * a.x_stride, a.x + i * a.x_stride + a.in, widened.data() + i * depth);
-        a.x = widened.data();
-        a.x_stride = depth;
-    }
-    const int64_t block = up(std::max<int64_t>(ROW_BLOCK, (1 << 19) / depth), ROW_BLOCK);  // rows of x that stay in the L2 cache
+    const int64_t block = up(std::max<int64_t>(unit, Panels::X_BYTES / (depth * sizeof(Value))), unit);  // x stays in the L2 cache
+    const bool copied = sizeof(Value) != sizeof(T) || a.in % DEPTH;
+    std::unique_ptr<Value[]> copy(copied ? new Value[std::min(block, a.rows) * depth] : nullptr);
     for (int64_t m0 = 0; m0 < a.rows; m0 += block) {
         const int64_t m1 = std::min(m0 + block, a.rows);
+        const Rows<Value> x = copied ? Rows<Value>{copy.get() - m0 * depth, depth} : Rows<Value>{(const Value*)a.x, a.x_stride};
 #pragma omp parallel
         {
-            TileScope tiles;
+            if (copied) {
+#pragma omp for schedule(static)
+                for (int64_t m = m0; m < m1; m++) copy_row(a.x + m * a.x_stride, copy.get() + (m - m0) * depth, a.in, depth);
+            }
+            Panels work;
 #pragma omp for schedule(static)
             for (int64_t p = 0; p < panels; p++)
-                for (int64_t m = m0; m < m1; m += ROW_BLOCK)
-                    panel_rows(a, a.packed + p * PANEL * depth, depth, p * PANEL, m, std::min<int64_t>(ROW_BLOCK, m1 - m), m == m0,
-                               tiles);
+                for (int64_t m = m0; m < m1; m += unit)
+                    work.panel_rows(a, x, a.packed + p * PANEL * depth, depth, p * PANEL, m, std::min<int64_t>(unit, m1 - m), m == m0);
         }
     }
+}
+
+void linear_of(const Linear<float>& a) { linear<Floats<float>>(a); }
+void linear_of(const Linear<bf16>& a) {
+#if defined(__AMX_BF16__)
+    static const bool allowed = may_use_tiles();
+    if (allowed) return linear<Tiles>(a);
+#elif defined(__AVX512BF16__)
+    return linear<Pairs>(a);
+#endif
+    linear<Floats<bf16>>(a);
 }
 
 }  // namespace hybrid
 
-extern "C" const char* linear_kind() { return hybrid::prepare() ? hybrid::kind() : "none"; }
 extern "C" int64_t linear_packed_size(int64_t out, int64_t in) { return hybrid::up(out, hybrid::PANEL) * hybrid::up(in, hybrid::DEPTH); }
-extern "C" void linear_pack(const hybrid::bf16* weight, hybrid::bf16* packed, int64_t out, int64_t in) {
-    hybrid::pack(weight, packed, out, in);
-}
-extern "C" void linear(const hybrid::Linear* a) { hybrid::linear(*a); }
+#define EXPORT(T, name)                                                                       \
+    extern "C" void linear_pack_##name(const T* weight, T* packed, int64_t out, int64_t in) { \
+        hybrid::pack(weight, packed, out, in);                                                \
+    }                                                                                         \
+    extern "C" void linear_##name(const hybrid::Linear<T>* a) { hybrid::linear_of(*a); }
+EXPORT(float, f32)
+EXPORT(hybrid::bf16, bf16)

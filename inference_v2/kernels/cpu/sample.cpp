@@ -23,9 +23,9 @@ struct Sample {
 };
 
 INLINE float highest(const float* z, int64_t n) {
-    f32x16 top = splat(-INFINITY), bad{};
+    f32v top = splat(-INFINITY), bad{};
     for (int64_t i = 0; i < n; i += WIDTH) {
-        f32x16 v = load(z + i, n - i);
+        f32v v = load(z + i, n - i);
         if (n - i < WIDTH)
             for (int64_t j = n - i; j < WIDTH; j++) v[j] = -INFINITY;
         top = maximum(top, v);
@@ -37,8 +37,8 @@ INLINE float highest(const float* z, int64_t n) {
 INLINE float value(const float* z, float peak, float temperature, int64_t i) { return (z[i] - peak) / temperature; }
 INLINE double weight(float v) { return exp(splat(v))[0]; }
 
-INLINE f32x16 weights(const float* z, float peak, float temperature, int64_t n) {
-    f32x16 w = exp((load(z, n) - peak) / temperature);
+INLINE f32v weights(const float* z, float peak, float temperature, int64_t n) {
+    f32v w = exp((load(z, n) - peak) / temperature);
     if (n < WIDTH)
         for (int64_t j = n; j < WIDTH; j++) w[j] = 0;
     return w;
@@ -49,9 +49,9 @@ double segment_masses(const float* z, float peak, float temperature, int64_t n, 
     double whole = 0;
     masses.clear();
     for (int64_t s = 0; s < n; s += SEGMENT) {
-        f64x16 sums{};  // a tail token beside the peak would vanish from an fp32 sum
+        f64v sums{};  // a tail token beside the peak would vanish from an fp32 sum
         for (int64_t i = s; i < std::min<int64_t>(s + SEGMENT, n); i += WIDTH)
-            sums += __builtin_convertvector(weights(z + i, peak, temperature, n - i), f64x16);
+            sums += __builtin_convertvector(weights(z + i, peak, temperature, n - i), f64v);
         double mass = 0;
         for (int j = 0; j < WIDTH; j++) mass += sums[j];
         masses.push_back(mass);
@@ -90,7 +90,7 @@ int64_t truncated_walk(const float* z, float peak, float temperature, int64_t n,
     std::vector<int64_t> counts(BUCKETS);
     std::vector<double> masses(BUCKETS);
     for (int64_t i = 0; i < n; i += WIDTH) {
-        f32x16 v = (load(z + i, n - i) - peak) / temperature, w = exp(v);
+        f32v v = (load(z + i, n - i) - peak) / temperature, w = exp(v);
         for (int64_t j = 0; j < std::min<int64_t>(WIDTH, n - i); j++) {
             int b = bucket(v[j]);
             counts[b]++;

@@ -26,11 +26,11 @@ struct VarlenBackward {
 // c[M, 16 V] += a b over `depth` terms: a(m, i) = a[m * row + i * step], b(i, n) = b[i * ldb + n]
 template <int M, int V>
 INLINE void multiply_block(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc) {
-    f32x16 acc[M][V];
+    f32v acc[M][V];
     for (int m = 0; m < M; m++)
         for (int n = 0; n < V; n++) acc[m][n] = load(c + m * ldc + n * WIDTH);
     for (int64_t i = 0; i < depth; i++) {
-        f32x16 right[V];
+        f32v right[V];
         for (int n = 0; n < V; n++) right[n] = load(b + i * ldb + n * WIDTH);
         for (int m = 0; m < M; m++) {
             const float left = a[m * row + i * step];
@@ -98,7 +98,7 @@ class BackwardWorker {
         for (int64_t h = 0; h < group; h++)
             for (int64_t i = 0; i < length; i++) {
                 const T *o = (const T*)a.out + query_offset(i, h), *g = (const T*)a.d_out + query_offset(i, h);
-                f32x16 products{};
+                f32v products{};
                 for (int64_t d = 0; d < padded; d += WIDTH) products += load(o + d, dim - d) * load(g + d, dim - d);
                 delta[h * length + i] = sum(products);
             }
@@ -150,19 +150,19 @@ class BackwardWorker {
     void softmax_backward(int64_t h, int64_t at, int64_t m, int64_t first, int64_t keys, int64_t columns) {
         const float lse = a.lse[(start + at) * a.num_heads + head * group + h], minus = delta[h * length + at];
         const float low = a.window ? std::max<int64_t>(0, at - a.window + 1 - first) : 0, high = std::min(keys, at + 1 - first);
-        f32x16 lanes;
+        f32v lanes;
         for (int j = 0; j < WIDTH; j++) lanes[j] = j;
         for (int64_t j = 0; j < columns; j += WIDTH) {
             float *weight = &weights[m * KEY_TILE + j], *d_score = &d_scores[m * KEY_TILE + j];
-            f32x16 s = load(weight) * a.scale, slope = splat(a.scale), number = lanes + (float)j;
+            f32v s = load(weight) * a.scale, slope = splat(a.scale), number = lanes + (float)j;
             if (a.softcap != 0) {
-                f32x16 t;
+                f32v t;
                 for (int l = 0; l < WIDTH; l++) t[l] = std::tanh(s[l] / a.softcap);
                 s = t * a.softcap;
                 slope *= 1.0f - t * t;
             }
-            f32x16 p = exp(s - lse), d = p * (load(d_score) - minus) * slope;
-            for (f32x16* x : {&p, &d}) {  // chosen, not multiplied: e^x of an unseen score may be infinite
+            f32v p = exp(s - lse), d = p * (load(d_score) - minus) * slope;
+            for (f32v* x : {&p, &d}) {  // chosen, not multiplied: e^x of an unseen score may be infinite
                 *x = number < low ? splat(0.0f) : *x;
                 *x = number >= high ? splat(0.0f) : *x;
             }

@@ -1,4 +1,4 @@
-// Sixteen floats at a time, in the compiler's own vector type: one source for AVX-512, AVX2 and whatever else it targets.
+// A register of floats at a time, in the compiler's own vector type: one source for AVX-512, AVX2 and whatever else it targets.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -10,20 +10,25 @@
 
 namespace hybrid {
 
-typedef float f32x16 __attribute__((vector_size(64)));
-typedef int32_t i32x16 __attribute__((vector_size(64)));
-typedef uint32_t u32x16 __attribute__((vector_size(64)));
-typedef uint16_t u16x16 __attribute__((vector_size(32)));
-typedef double f64x16 __attribute__((vector_size(128)));
-
+// Of the width of a register: the compiler would cut wider ones, comparisons and shuffles lane by lane
+#if defined(__AVX512F__)
 constexpr int WIDTH = 16;
+#else
+constexpr int WIDTH = 8;
+#endif
+typedef float f32v __attribute__((vector_size(4 * WIDTH)));
+typedef int32_t i32v __attribute__((vector_size(4 * WIDTH)));
+typedef uint32_t u32v __attribute__((vector_size(4 * WIDTH)));
+typedef uint16_t u16v __attribute__((vector_size(2 * WIDTH)));
+typedef double f64v __attribute__((vector_size(8 * WIDTH)));
+
 #define INLINE inline __attribute__((always_inline))
 
 struct bf16 {
     uint16_t bits;
 };
 
-INLINE f32x16 splat(float x) { return x - f32x16{}; }
+INLINE f32v splat(float x) { return x - f32v{}; }
 
 INLINE float widen(float x) { return x; }
 INLINE float widen(bf16 x) {
@@ -33,20 +38,20 @@ INLINE float widen(bf16 x) {
     return f;
 }
 
-INLINE f32x16 load(const float* p) {
-    f32x16 v;
-    memcpy(&v, p, 64);
+INLINE f32v load(const float* p) {
+    f32v v;
+    memcpy(&v, p, sizeof v);
     return v;
 }
-INLINE f32x16 load(const bf16* p) {
-    u16x16 half;
-    memcpy(&half, p, 32);
-    return (f32x16)(__builtin_convertvector(half, u32x16) << 16);
+INLINE f32v load(const bf16* p) {
+    u16v half;
+    memcpy(&half, p, sizeof half);
+    return (f32v)(__builtin_convertvector(half, u32v) << 16);
 }
 
 // The first n values; the others are 0.
 template <class T>
-INLINE f32x16 load(const T* p, int64_t n) {
+INLINE f32v load(const T* p, int64_t n) {
     if (n >= WIDTH) return load(p);
     T part[WIDTH] = {};
     memcpy(part, p, n * sizeof(T));
@@ -54,88 +59,96 @@ INLINE f32x16 load(const T* p, int64_t n) {
 }
 
 // Round to nearest even, as torch does; a NaN stays one.
-INLINE u16x16 to_bf16(f32x16 v) {
-    u32x16 bits = (u32x16)v;
-    u32x16 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    u32x16 nan = (u32x16)(v != v);
-    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), u16x16);
+INLINE u16v to_bf16(f32v v) {
+    u32v bits = (u32v)v;
+    u32v rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    u32v nan = (u32v)(v != v);
+    return __builtin_convertvector((rounded & ~nan) | (nan & 0x7fc0u), u16v);
 }
-INLINE void store(float* p, f32x16 v) { memcpy(p, &v, 64); }
-INLINE void store(bf16* p, f32x16 v) {
-    u16x16 half = to_bf16(v);
-    memcpy(p, &half, 32);
+INLINE void store(float* p, f32v v) { memcpy(p, &v, sizeof v); }
+INLINE void store(bf16* p, f32v v) {
+    u16v half = to_bf16(v);
+    memcpy(p, &half, sizeof half);
 }
 template <class T>
-INLINE void store(T* p, f32x16 v, int64_t n) {
+INLINE void store(T* p, f32v v, int64_t n) {
     if (n >= WIDTH) return store(p, v);
     T part[WIDTH];
     store(part, v);
     memcpy(p, part, n * sizeof(T));
 }
 
-// `v` as it would come back from memory of type T: the reference rounds after every operation.
+// `v` as it would come back from memory of type T: the reference rounds after every operation. For floats that means that a
+// product is not fused with the sum that follows, which would leave its rounding out.
 template <class T>
-INLINE f32x16 rounded(f32x16 v);
+INLINE f32v rounded(f32v v);
 template <>
-INLINE f32x16 rounded<float>(f32x16 v) { return v; }
+INLINE f32v rounded<float>(f32v v) {
+#if defined(__FMA__)
+    asm("" : "+v"(v));
+#elif !defined(__x86_64__)
+    asm("" : "+m"(v));
+#endif
+    return v;
+}
 template <>
-INLINE f32x16 rounded<bf16>(f32x16 v) {
-    u32x16 bits = (u32x16)v;
-    f32x16 near = (f32x16)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+INLINE f32v rounded<bf16>(f32v v) {
+    u32v bits = (u32v)v;
+    f32v near = (f32v)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
     return v != v ? v : near;
 }
 
-INLINE f32x16 maximum(f32x16 a, f32x16 b) { return a > b ? a : b; }
+INLINE f32v maximum(f32v a, f32v b) { return a > b ? a : b; }
+
+INLINE i32v lane_numbers() {
+    i32v lane;
+    for (int i = 0; i < WIDTH; i++) lane[i] = i;
+    return lane;
+}
 
 // Lanes folded in halves: a fixed order, and vector instructions
-INLINE f32x16 lanes_from(f32x16 v, int step) {
-    const i32x16 lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return __builtin_shuffle(v, (lane + step) & 15);
-}
-INLINE float sum(f32x16 v) {
-    v += lanes_from(v, 8);
-    v += lanes_from(v, 4);
-    v += lanes_from(v, 2);
-    v += lanes_from(v, 1);
+INLINE f32v lanes_from(f32v v, int step) { return __builtin_shuffle(v, (lane_numbers() + step) & (WIDTH - 1)); }
+INLINE float sum(f32v v) {
+#pragma GCC unroll 4
+    for (int step = WIDTH / 2; step; step /= 2) v += lanes_from(v, step);
     return v[0];
 }
-INLINE float maximum(f32x16 v) {
-    v = maximum(v, lanes_from(v, 8));
-    v = maximum(v, lanes_from(v, 4));
-    v = maximum(v, lanes_from(v, 2));
-    v = maximum(v, lanes_from(v, 1));
+INLINE float maximum(f32v v) {
+#pragma GCC unroll 4
+    for (int step = WIDTH / 2; step; step /= 2) v = maximum(v, lanes_from(v, step));
     return v[0];
 }
 
+// For __builtin_shuffle(a, b, .): lanes of a where their number lacks the bit `step`, lanes of b moved in between. With `+ step`
+// the other half of both
+INLINE i32v interleaved(int step) { return lane_numbers() + (lane_numbers() & step) / step * (WIDTH - step); }
+
 // Lane i of the result is the sum over the lanes of rows[i].
-INLINE f32x16 sum_rows(f32x16* rows) {
-    const i32x16 low[4] = {{0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30},
-                           {0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29},
-                           {0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27},
-                           {0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23}};
-    int count = WIDTH;
-    for (int level = 0, step = 1; level < 4; level++, step *= 2, count /= 2)
-        for (int i = 0; i < count / 2; i++)
-            rows[i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], low[level]) +
-                      __builtin_shuffle(rows[2 * i], rows[2 * i + 1], low[level] + step);
+INLINE f32v sum_rows(f32v* rows) {
+#pragma GCC unroll 4
+    for (int step = 1; step < WIDTH; step *= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < WIDTH / 2 / step; i++)
+            rows[i] = __builtin_shuffle(rows[2 * i], rows[2 * i + 1], interleaved(step)) +
+                      __builtin_shuffle(rows[2 * i], rows[2 * i + 1], interleaved(step) + step);
     return rows[0];
 }
 
 // e^x with a relative error of 2e-7; 0 for -inf, inf for inf, NaN for NaN. Values below 1.2e-38 are 0.
-INLINE f32x16 exp(f32x16 x) {
+INLINE f32v exp(f32v x) {
 #if defined(__AVX512F__)
     __m512 v = _mm512_max_ps(_mm512_set1_ps(-87.3f), _mm512_min_ps(_mm512_set1_ps(104.0f), (__m512)x));  // the second if NaN
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(v, _mm512_set1_ps(1.44269504088896341f)), 0x08);
-    f32x16 r = (f32x16)v - (f32x16)n * 0.693145751953125f - (f32x16)n * 1.42860682030941723212e-6f;
+    f32v r = (f32v)v - (f32v)n * 0.693145751953125f - (f32v)n * 1.42860682030941723212e-6f;
 #else
-    f32x16 v = x < -87.3f ? splat(-87.3f) : x;
+    f32v v = x < -87.3f ? splat(-87.3f) : x;
     v = v > 88.7f ? splat(88.7f) : v;
-    f32x16 n = v * 1.44269504088896341f + 12582912.0f;  // the sum's low bits hold round(v / ln 2)
-    i32x16 power = (i32x16)n << 23;
+    f32v n = v * 1.44269504088896341f + 12582912.0f;  // the sum's low bits hold round(v / ln 2)
+    i32v power = (i32v)n << 23;
     n -= 12582912.0f;
-    f32x16 r = v - n * 0.693145751953125f - n * 1.42860682030941723212e-6f;
+    f32v r = v - n * 0.693145751953125f - n * 1.42860682030941723212e-6f;
 #endif
-    f32x16 y = splat(1.9875691500e-4f);  // Cephes, expf
+    f32v y = splat(1.9875691500e-4f);  // Cephes, expf
     y = y * r + 1.3981999507e-3f;
     y = y * r + 8.3334519073e-3f;
     y = y * r + 4.1665795894e-2f;
@@ -144,9 +157,9 @@ INLINE f32x16 exp(f32x16 x) {
     y = y * r * r + r + 1.0f;
 #if defined(__AVX512F__)
     // Lanes below the range are masked: a denormal result would cost hundreds of cycles
-    return (f32x16)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), (__m512)y, n);
+    return (f32v)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-87.3f), _CMP_NLT_UQ), (__m512)y, n);
 #else
-    y = (f32x16)((i32x16)y + power);
+    y = (f32v)((i32v)y + power);
     y = x < -87.3f ? splat(0.0f) : y;
     y = x > 88.7f ? splat(std::numeric_limits<float>::infinity()) : y;
     return x != x ? x : y;

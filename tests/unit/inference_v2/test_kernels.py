@@ -247,27 +247,28 @@ def test_long_decodes_have_the_bits_of_a_prefill_on_any_number_of_threads(length
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("out_features", "in_features"), [(96, 64), (70, 48), (33, 100), (1, 32), (200, 577)])
 def test_packed_products_are_exact_and_a_row_is_alone_what_it_is_in_a_batch(
-    out_features: int, in_features: int, bias: bool
+    out_features: int, in_features: int, bias: bool, dtype: torch.dtype
 ) -> None:
     if KERNELS.pack_linear is None:
         pytest.skip("this build has no packed product")
     generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(out_features, in_features, generator=generator).bfloat16()
-    added = torch.randn(out_features, generator=generator).bfloat16() if bias else None
-    x = torch.randn(101, in_features + 3, generator=generator).bfloat16()[:, :in_features]  # rows lie apart
+    weight = torch.randn(out_features, in_features, generator=generator).to(dtype)
+    added = torch.randn(out_features, generator=generator).to(dtype) if bias else None
+    x = torch.randn(101, in_features + 3, generator=generator).to(dtype)[:, :in_features]  # rows lie apart
     want = x.double() @ weight.double().T + (0 if added is None else added.double())
     product = KERNELS.pack_linear(weight, added, torch.float32)
     weight.fill_(float("nan"))  # the copy is private
     whole = product(x)
     torch.testing.assert_close(whole.double(), want, rtol=0, atol=2e-6 * float(want.abs().max()))
-    for rows in (0, 1, 2, 15, 16, 17, 31, 32, 33, 48, 100):
+    for rows in (0, 1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 15, 16, 17, 31, 32, 33, 48, 100):
         assert torch.equal(product(x[:rows]), whole[:rows])
         assert torch.equal(product(x[101 - rows :]), whole[101 - rows :])
-    rounded = KERNELS.pack_linear(want.new_zeros(out_features, in_features).bfloat16(), added)(x)
-    assert rounded.dtype == torch.bfloat16
+    rounded = KERNELS.pack_linear(want.new_zeros(out_features, in_features).to(dtype), added)(x)
+    assert rounded.dtype == dtype
     assert torch.equal(rounded, torch.zeros_like(rounded) + (0 if added is None else added))
 
 
@@ -278,10 +279,10 @@ def test_a_weight_that_is_a_view_is_packed_as_what_it_shows_and_another_dtype_is
     weight, x = torch.randn(512, 700, generator=generator).bfloat16().t(), torch.randn(5, 512, generator=generator).bfloat16()
     got = KERNELS.pack_linear(weight, None, torch.float32)(x)
     torch.testing.assert_close(got, x.float() @ weight.float().t(), rtol=0, atol=1e-3)
-    with pytest.raises(ValueError, match=r"x in torch\.float32; allowed: bfloat16"):
+    with pytest.raises(ValueError, match=r"x in torch\.float32; allowed: torch\.bfloat16"):
         KERNELS.pack_linear(weight, None)(x.float())
-    with pytest.raises(ValueError, match="float32"):
-        KERNELS.pack_linear(weight.float(), None)
+    with pytest.raises(ValueError, match=r"x in torch\.bfloat16; allowed: torch\.float32"):
+        KERNELS.pack_linear(weight.float(), None)(x)
 
 
 def test_tensors_that_cpp_would_misread_are_refused() -> None:
