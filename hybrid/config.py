@@ -82,7 +82,7 @@ class HybridConfig(Strict):
     )
     fused_layers: bool = Field(
         True,
-        description="on a CPU, norms, activation and bf16 products of a registered family train and score with the rollout's kernels "
+        description="on a CPU, products, norms and activation of a registered family train and score with the rollout's kernels "
         "(rollout.engine.kernels); off: the module's own",
     )
     activation_checkpointing: bool = False

@@ -142,8 +142,8 @@ def _explain(exit_codes: dict[int, int]) -> int:
     """The job's exit code from those of the ranks that failed, with one line where a rank was lost."""
 
     def cause(item: tuple[int, int]) -> tuple[int, int]:
-        """The root cause first: a rank killed from outside, bad input, a crash or abort (which a lost peer may have caused), a stop after
-        saving, and last a rank that the agent ended."""
+        """The root cause first: a rank killed from outside, bad input, a crash or abort (which a lost peer may have caused), a
+        stop after saving, and last a rank that the agent ended."""
         rank, code = item
         if code < 0:
             return {-signal.SIGTERM: 4, -signal.SIGABRT: 2}.get(code, 0), rank

@@ -65,8 +65,8 @@ def startup(model: str, dtype: str, prompt: tuple[int, ...], threads: int | None
 
 def check_peer_options(args: argparse.Namespace) -> None:
     """Raises ValueError for options of a peer where none is named, and for an interpreter that is not there."""
-    if args.peer is None and (args.peer_python is not None or args.peer_env):
-        raise ValueError("--peer-python and --peer-env are a peer's; give --peer too, or leave them out")
+    if args.peer is None and (args.peer_python is not None or args.peer_dtype is not None or args.peer_env):
+        raise ValueError("--peer-python, --peer-dtype and --peer-env are a peer's; give --peer too, or leave them out")
     if args.peer_python is not None and not os.access(args.peer_python, os.X_OK):
         raise ValueError(f"--peer-python {args.peer_python}: not a program; allowed: the path of a Python interpreter")
 
@@ -74,9 +74,11 @@ def check_peer_options(args: argparse.Namespace) -> None:
 def run_peer(args: argparse.Namespace, job: Mapping[str, Any]) -> dict[str, Any]:
     """The peer that the options name, as a part of a report. Raises ValueError where it fails."""
     module = f"recipes.bench.peer_{args.peer}"
+    job = {**job, "dtype": args.peer_dtype or job["dtype"]}
     result = run_apart(module, job, python=args.peer_python, environment=_thread_limit(args.threads) | dict(args.peer_env))
     return {
         "name": args.peer,
+        "dtype": job["dtype"],
         "tokens": result["tokens"],
         "tokens_per_s": spread([result["tokens"] / s for s in result["seconds"]]),
         "seconds": spread(result["seconds"]),

@@ -121,6 +121,9 @@ def _add_peer(parser: argparse.ArgumentParser, peers: tuple[str, ...]) -> None:
     parser.add_argument("--peer", choices=peers, help="run this engine on the same work, after ours, and give the ratio")
     parser.add_argument("--peer-python", metavar="PATH", help="its interpreter; default: this one")
     parser.add_argument(
+        "--peer-dtype", choices=("float32", "bfloat16"), help="its dtype, where another one is faster there; default: --dtype"
+    )
+    parser.add_argument(
         "--peer-env", metavar="NAME=VALUE", action="append", default=[], type=_assignment, help="of its environment; repeatable"
     )
 

@@ -68,8 +68,8 @@ class _Sample(Structure):
 
 def _gated_rows(gate: Tensor, up: Tensor) -> _GatedRows:
     if gate.dim() != 2 or gate.shape != up.shape or gate.dtype != up.dtype or not gate.stride(1) == up.stride(1) == 1:
-        raise ValueError(f"CPU kernel: gate {gate.dtype} {tuple(gate.shape)}, up {up.dtype} {tuple(up.shape)}; allowed: rows of one "
-                         "shape and dtype, each dense")  # fmt: skip
+        given = f"gate {gate.dtype} {tuple(gate.shape)}, up {up.dtype} {tuple(up.shape)}"
+        raise ValueError(f"CPU kernel: {given}; allowed: rows of one shape and dtype, each dense")
     return _GatedRows(gate.data_ptr(), up.data_ptr(), *gate.shape, gate.stride(0), up.stride(0))
 
 
