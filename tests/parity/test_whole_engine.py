@@ -88,7 +88,7 @@ def test_rollout_and_training_log_probs_agree_in_bf16_as_hf_with_itself(models):
 def test_the_chunked_loss_gives_the_gradients_of_the_plain_one(models, dtype):
     """Both over one forward: HF's own modules and attention, whose bf16 noise would hide the loss's."""
     module, folder = models[dtype]
-    plain = {"attn_implementation": "sdpa"}
+    plain = {"attn_implementation": "sdpa", "fused_layers": False}
     engine, batch = make_engine(folder, compute_dtype=dtype, loss_chunk_tokens=3, **plain), pack(SEQUENCES)
     given_loss = engine.forward_backward([batch], cross_entropy)["loss"]
     token_ids, position_ids, flat_index = batch.padded()
