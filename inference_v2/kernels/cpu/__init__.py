@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_float, c_int32, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ class CpuKernels:
         self._silu_and_mul_backward = self._both("silu_and_mul_backward", POINTER(_GatedRows), pointer, pointer, pointer)
         self._rms_norm_backward = self._both("rms_norm_backward", pointer, pointer, pointer, f32, pointer, pointer, i64, i64)
         self._enter_attention = self._both("enter_attention", POINTER(_EnterAttention))
-        self._paged_attention = self._both("paged_attention", POINTER(_Attention), c_int)
+        self._paged_attention = self._both("paged_attention", POINTER(_Attention))
         self._linear = self._both("linear", POINTER(_Linear))
         self._pack = self._both("linear_pack", pointer, pointer, i64, i64)
         self._packed_size = _function(lib.linear_packed_size, i64, i64, result=i64)
@@ -218,7 +218,7 @@ class CpuKernels:
             k_pool.shape[2], q.shape[2], k_pool.shape[1], block_tables.shape[1], window or 0, tiles_from, scale, softcap or 0.0,
             _pointer(lse),
         )  # fmt: skip
-        self._paged_attention[q.dtype](byref(arguments), torch.get_num_threads())
+        self._paged_attention[q.dtype](byref(arguments))
         return out
 
     def pack_linear(

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "attention_amx.h"
+#include "team.h"
 
 namespace hybrid {
 
@@ -189,7 +190,8 @@ class Worker {
 };
 
 template <class T>
-void paged_attention(const Attention& a, int threads) {
+void paged_attention(const Attention& a) {
+    const int threads = team_size();
     std::vector<Unit> units;  // samples of one prompt, which share its keys, come one behind the other
     for (int32_t h = 0; h < a.num_kv_heads; h++)
         for (int32_t r = 0; r < a.requests; r++)
@@ -199,12 +201,11 @@ void paged_attention(const Attention& a, int threads) {
     for (const Unit& u : units) most = std::max(most, u.count);
     if (most > 1 || threads == 1 || (int64_t)units.size() >= 4 * threads) {
         const int many = most == 1 && (int64_t)units.size() >= 32 * threads ? 4 : 1;
-#pragma omp parallel if (units.size() > 1)
-        {
+        in_parallel(units.size(), many, [&](Pieces& pieces) {
             Worker<T> worker(a, most);
-#pragma omp for schedule(dynamic, many)
-            for (size_t i = 0; i < units.size(); i++) worker.run(units[i]);
-        }
+            for (int64_t i, end; pieces.next(i, end);)
+                for (; i < end; i++) worker.run(units[i]);
+        });
         return;
     }
     // Few decodes: threads share the splits of each
@@ -220,18 +221,15 @@ void paged_attention(const Attention& a, int threads) {
     starts.push_back(parts.size());
     const int64_t state = planner.state_size();
     std::vector<float> found(parts.size() * state);
-#pragma omp parallel
-    {
+    in_parallel(parts.size(), 1, [&](Pieces& pieces) {
         Worker<T> worker(a, 1);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < parts.size(); i++) worker.run_split(parts[i], found.data() + i * state);
-#pragma omp for schedule(static)
-        for (size_t i = 0; i < units.size(); i++)
-            worker.finish_splits(units[i], found.data() + starts[i] * state, starts[i + 1] - starts[i]);
-    }
+        for (int64_t i, end; pieces.next(i, end);) worker.run_split(parts[i], found.data() + i * state);
+    });
+    for (size_t i = 0; i < units.size(); i++)
+        planner.finish_splits(units[i], found.data() + starts[i] * state, starts[i + 1] - starts[i]);
 }
 
 }  // namespace hybrid
 
-extern "C" void paged_attention_f32(const hybrid::Attention* a, int threads) { hybrid::paged_attention<float>(*a, threads); }
-extern "C" void paged_attention_bf16(const hybrid::Attention* a, int threads) { hybrid::paged_attention<hybrid::bf16>(*a, threads); }
+extern "C" void paged_attention_f32(const hybrid::Attention* a) { hybrid::paged_attention<float>(*a); }
+extern "C" void paged_attention_bf16(const hybrid::Attention* a) { hybrid::paged_attention<hybrid::bf16>(*a); }

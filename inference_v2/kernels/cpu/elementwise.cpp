@@ -1,11 +1,16 @@
 // Norms and activation, forward and backward, and what lies between the qkv projection and attention. Rounding follows reference.py step by step.
 #include <algorithm>
 
+#include "team.h"
 #include "vec.h"
 
 namespace hybrid {
 
-constexpr int64_t WORTH_A_THREAD = 1 << 16;  // values: to wake the other threads takes as long as this many
+// each(i) for all rows, in pieces of so many values that it pays to hand them to another thread
+template <class F>
+void for_each_row(int64_t rows, int64_t row_size, const F& each) {
+    for_each(rows, std::max<int64_t>(1, (1 << 14) / std::max<int64_t>(1, row_size)), each);
+}
 
 // y = weight * (x / rms(x)); x is rounded to T after the division, as the Hugging Face modules do
 template <class T>
@@ -24,19 +29,17 @@ INLINE void norm_row(const T* x, const T* weight, float eps, T* y, int64_t dim) 
 
 template <class T>
 void rms_norm(const T* x, const T* weight, float eps, T* y, int64_t rows, int64_t dim, int64_t x_stride) {
-#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
-    for (int64_t i = 0; i < rows; i++) norm_row(x + i * x_stride, weight, eps, y + i * dim, dim);
+    for_each_row(rows, dim, [&](int64_t i) { norm_row(x + i * x_stride, weight, eps, y + i * dim, dim); });
 }
 
 template <class T>
 void add_rms_norm(const T* x, const T* residual, const T* weight, float eps, T* y, T* total, int64_t rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
-    for (int64_t i = 0; i < rows; i++) {
+    for_each_row(rows, dim, [&](int64_t i) {
         const T *a = x + i * dim, *b = residual + i * dim;
         T* s = total + i * dim;
         for (int64_t d = 0; d < dim; d += WIDTH) store(s + d, load(b + d, dim - d) + load(a + d, dim - d), dim - d);
         norm_row(s, weight, eps, y + i * dim, dim);
-    }
+    });
 }
 
 template <class T>
@@ -48,23 +51,21 @@ struct GatedRows {  // row i begins at gate + i * gate_stride, and so on
 template <class T>
 void silu_and_mul(const GatedRows<T>& a, T* y) {
     const int64_t dim = a.dim;
-#pragma omp parallel for schedule(static) if (a.rows * dim > WORTH_A_THREAD)
-    for (int64_t i = 0; i < a.rows; i++) {
+    for_each_row(a.rows, dim, [&](int64_t i) {
         const T *gate = a.gate + i * a.gate_stride, *up = a.up + i * a.up_stride;
         for (int64_t d = 0; d < dim; d += WIDTH) {
             f32v g = load(gate + d, dim - d);
             f32v active = rounded<T>(g / (1.0f + exp(-g)));
             store(y + i * dim + d, active * load(up + d, dim - d), dim - d);
         }
-    }
+    });
 }
 
 // d_gate and d_up are dense [rows, dim]
 template <class T>
 void silu_and_mul_backward(const GatedRows<T>& a, const T* dy, T* d_gate, T* d_up) {
     const int64_t dim = a.dim;
-#pragma omp parallel for schedule(static) if (a.rows * dim > WORTH_A_THREAD)
-    for (int64_t i = 0; i < a.rows; i++) {
+    for_each_row(a.rows, dim, [&](int64_t i) {
         const T *gate = a.gate + i * a.gate_stride, *up = a.up + i * a.up_stride;
         for (int64_t d = 0; d < dim; d += WIDTH) {
             f32v g = load(gate + d, dim - d), u = load(up + d, dim - d), slope = load(dy + i * dim + d, dim - d);
@@ -72,15 +73,14 @@ void silu_and_mul_backward(const GatedRows<T>& a, const T* dy, T* d_gate, T* d_u
             store(d_up + i * dim + d, slope * rounded<T>(g * s), dim - d);
             store(d_gate + i * dim + d, slope * u * (s * (1.0f + g * (1.0f - s))), dim - d);
         }
-    }
+    });
 }
 
 // d_weight is the sum of the parts, each of PART_ROWS rows: the same for any number of threads
 constexpr int64_t PART_ROWS = 32;
 template <class T>
 void rms_norm_backward(const T* x, const T* weight, const T* dy, float eps, T* dx, float* parts, int64_t rows, int64_t dim) {
-#pragma omp parallel for schedule(static) if (rows * dim > WORTH_A_THREAD)
-    for (int64_t part = 0; part < (rows + PART_ROWS - 1) / PART_ROWS; part++) {
+    for_each_row((rows + PART_ROWS - 1) / PART_ROWS, PART_ROWS * dim, [&](int64_t part) {
         float* d_weight = parts + part * dim;
         std::fill(d_weight, d_weight + dim, 0.0f);
         for (int64_t i = part * PART_ROWS; i < std::min(rows, (part + 1) * PART_ROWS); i++) {
@@ -98,7 +98,7 @@ void rms_norm_backward(const T* x, const T* weight, const T* dy, float eps, T* d
                 store(d_weight + d, load(d_weight + d, dim - d) + slope * rounded<T>(v * scale), dim - d);
             }
         }
-    }
+    });
 }
 
 // Rotates x [dim] in place, half-split pairing
@@ -135,8 +135,7 @@ void enter_attention(const EnterAttention& a) {
             rotate(y, (const T*)a.cos + row, (const T*)a.sin + row, a.half);
         }
     };
-#pragma omp parallel for schedule(static) if (a.tokens * (a.num_heads + 2 * a.num_kv_heads) * dim > WORTH_A_THREAD)
-    for (int64_t t = 0; t < a.tokens; t++) {
+    for_each_row(a.tokens, (a.num_heads + 2 * a.num_kv_heads) * dim, [&](int64_t t) {
         const T *q = (const T*)a.q + t * a.q_stride, *k = (const T*)a.k + t * a.k_stride, *v = (const T*)a.v + t * a.v_stride;
         T* q_out = (T*)a.q_out + t * a.num_heads * dim;
         T* k_out = (T*)a.k_pool + a.slots[t] * a.num_kv_heads * dim;
@@ -144,7 +143,7 @@ void enter_attention(const EnterAttention& a) {
         for (int64_t h = 0; h < a.num_heads; h++) enter(q + h * dim, (const T*)a.q_norm, q_out + h * dim, t);
         for (int64_t h = 0; h < a.num_kv_heads; h++) enter(k + h * dim, (const T*)a.k_norm, k_out + h * dim, t);
         memcpy(v_out, v, a.num_kv_heads * dim * sizeof(T));
-    }
+    });
 }
 
 }  // namespace hybrid

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "team.h"
 #include "vec.h"
 #include "amx.h"
 #if defined(__AVX512BF16__)
@@ -31,8 +32,8 @@ template <class T>
 void pack(const T* weight, T* packed, int64_t out, int64_t in) {
     constexpr int WORD = sizeof(float) / sizeof(T);
     const int64_t depth = up(in, DEPTH);
-#pragma omp parallel for schedule(static)
-    for (int64_t n0 = 0; n0 < out; n0 += PANEL) {
+    for_each(up(out, PANEL) / PANEL, 1, [&](int64_t panel) {
+        const int64_t n0 = panel * PANEL;
         T* at = packed + n0 * depth;
         for (int64_t k0 = 0; k0 < depth; k0 += DEPTH)
             for (int half = 0; half < 2; half++, at += HALF)
@@ -43,7 +44,7 @@ void pack(const T* weight, T* packed, int64_t out, int64_t in) {
                         at[(k / WORD * 16 + n) * WORD + k % WORD] = inside ? weight[feature * in + k0 + k] : T{};
                     }
                 }
-    }
+    });
 }
 
 // The sums of one row and WIDTH features -> y, with bias
@@ -239,18 +240,17 @@ void linear(const Linear<T>& a) {
     for (int64_t m0 = 0; m0 < a.rows; m0 += block) {
         const int64_t m1 = std::min(m0 + block, a.rows);
         const Rows<Value> x = copied ? Rows<Value>{copy.get() - m0 * depth, depth} : Rows<Value>{(const Value*)a.x, a.x_stride};
-#pragma omp parallel
-        {
-            if (copied) {
-#pragma omp for schedule(static)
-                for (int64_t m = m0; m < m1; m++) copy_row(a.x + m * a.x_stride, copy.get() + (m - m0) * depth, a.in, depth);
-            }
+        if (copied)
+            for_each(m1 - m0, std::max<int64_t>(1, (1 << 14) / depth), [&](int64_t i) {
+                copy_row(a.x + (m0 + i) * a.x_stride, copy.get() + i * depth, a.in, depth);
+            });
+        in_parallel(panels, std::min<int64_t>(8, std::max<int64_t>(1, panels / (4 * team_size()))), [&](Pieces& pieces) {
             Panels work;
-#pragma omp for schedule(static)
-            for (int64_t p = 0; p < panels; p++)
-                for (int64_t m = m0; m < m1; m += unit)
-                    work.panel_rows(a, x, a.packed + p * PANEL * depth, depth, p * PANEL, m, std::min<int64_t>(unit, m1 - m), m == m0);
-        }
+            for (int64_t p, end; pieces.next(p, end);)
+                for (; p < end; p++)
+                    for (int64_t m = m0; m < m1; m += unit)
+                        work.panel_rows(a, x, a.packed + p * PANEL * depth, depth, p * PANEL, m, std::min<int64_t>(unit, m1 - m), m == m0);
+        });
     }
 }
 

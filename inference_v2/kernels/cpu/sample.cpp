@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vec.h"
 
 namespace hybrid {
@@ -176,11 +177,9 @@ void sample_row(const Sample& a, int64_t row, std::vector<double>& masses, std::
 }  // namespace hybrid
 
 extern "C" void sample(const hybrid::Sample* a) {
-#pragma omp parallel if (a->rows > 1)
-    {
+    hybrid::in_parallel(a->rows, 1, [&](hybrid::Pieces& pieces) {
         std::vector<double> masses;
         std::vector<hybrid::Candidate> candidates;
-#pragma omp for schedule(dynamic, 1)
-        for (int64_t row = 0; row < a->rows; row++) hybrid::sample_row(*a, row, masses, candidates);
-    }
+        for (int64_t row, end; pieces.next(row, end);) hybrid::sample_row(*a, row, masses, candidates);
+    });
 }

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "team.h"
 #include "vec.h"
 
 namespace hybrid {
@@ -188,12 +189,10 @@ void varlen_backward(const VarlenBackward& a) {
         for (int64_t h = 0; h < a.num_kv_heads; h++)
             units.push_back({a.cu_seqlens[s] - a.cu_seqlens[s + 1], s * a.num_kv_heads + h});
     std::sort(units.begin(), units.end());
-#pragma omp parallel if (units.size() > 1)
-    {
+    in_parallel(units.size(), 1, [&](Pieces& pieces) {
         BackwardWorker<T> worker(a);
-#pragma omp for schedule(dynamic, 1)
-        for (size_t i = 0; i < units.size(); i++) worker.run(units[i].second / a.num_kv_heads, units[i].second % a.num_kv_heads);
-    }
+        for (int64_t i, end; pieces.next(i, end);) worker.run(units[i].second / a.num_kv_heads, units[i].second % a.num_kv_heads);
+    });
 }
 
 }  // namespace hybrid
