@@ -79,7 +79,7 @@ template <class T>
 struct Floats {
     typedef float Value;  // of a row of x as it is read
     static constexpr int ROW_BLOCK = WIDTH == 16 ? 12 : 6, X_BYTES = 1 << 18;
-    static constexpr int COLUMNS = 2, WORD = sizeof(float) / sizeof(T);  // vectors of features at a time; values of T in a word
+    static constexpr int WORD = sizeof(float) / sizeof(T);  // values of T in a word
 
     void panel_rows(const Linear<T>& a, Rows<float> x, const T* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool fetch) {
         exactly<ROW_BLOCK>(a, x, panel, depth, n0, row, rows, fetch);
@@ -90,10 +90,11 @@ struct Floats {
     INLINE void exactly(const Linear<T>& a, Rows<float> x, const T* panel, int64_t depth, int64_t n0, int64_t row, int rows, bool fetch) {
         if constexpr (ROWS > 1)
             if (rows < ROWS) return exactly<ROWS - 1>(a, x, panel, depth, n0, row, rows, fetch);
-        for (int n = 0; n < PANEL; n += COLUMNS * WIDTH) some_columns<ROWS>(a, x, panel, depth, n0, n, row, fetch && n == 0);
+        constexpr int COLUMNS = ROWS <= 2 ? PANEL / WIDTH : 2;  // vectors of features at a time: many sums, that fit the registers
+        for (int n = 0; n < PANEL; n += COLUMNS * WIDTH) some_columns<ROWS, COLUMNS>(a, x, panel, depth, n0, n, row, fetch && n == 0);
     }
 
-    template <int ROWS>
+    template <int ROWS, int COLUMNS>
     INLINE void some_columns(const Linear<T>& a, Rows<float> x, const T* panel, int64_t depth, int64_t n0, int n, int64_t row, bool fetch) {
         f32v acc[ROWS][COLUMNS] = {};
         const float* at = x.at(row);
@@ -101,15 +102,20 @@ struct Floats {
             if (fetch) fetch_ahead(panel);
             for (int p = 0; p < DEPTH; p += WORD) {
                 u32v words[COLUMNS];
+#pragma GCC unroll 4
                 for (int v = 0; v < COLUMNS; v++) {
                     const int feature = n + v * WIDTH;
                     memcpy(&words[v], panel + feature / 16 * HALF + p * 16 + feature % 16 * WORD, sizeof(u32v));
                 }
+#pragma GCC unroll 2
                 for (int part = 0; part < WORD; part++) {
                     f32v w[COLUMNS];
+#pragma GCC unroll 4
                     for (int v = 0; v < COLUMNS; v++)
                         w[v] = (f32v)(WORD == 1 ? words[v] : part ? words[v] & 0xffff0000u : words[v] << 16);
+#pragma GCC unroll 12
                     for (int i = 0; i < ROWS; i++)
+#pragma GCC unroll 4
                         for (int v = 0; v < COLUMNS; v++) acc[i][v] += at[i * x.stride + k + p + part] * w[v];
                 }
             }
