@@ -119,7 +119,7 @@ INLINE void dot_products(const T* const* keys, const T* q, int64_t padded, int64
 template <class T, int DV, int H>
 void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, const T* q, int64_t padded, Softmax& softmax,
                  int64_t first) {
-    constexpr int COLUMNS = DV > 5 ? 2 : std::max(DV, 1);  // of values at a time: the sums must fit the registers
+    constexpr int COLUMNS = DV > (WIDTH == 16 ? 5 : 2) ? 2 : std::max(DV, 1);  // of values at a time: sums in registers
     static_assert(DV % COLUMNS == 0);
     const int64_t dim = a.head_dim, vectors = DV ? DV : padded / WIDTH;
     float weights[H][TILE];

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_builds import BUILDS
 from hybrid_cases import cross_entropy, full_gradients, make_engine, pack, ragged_sequences, relative_error
 from tiny import FAMILIES, save_tiny
 from torch import Tensor, nn
@@ -12,10 +13,9 @@ from inference_v2 import SamplingParams
 from inference_v2.kernels.cpu import BuildError, CpuKernels, load_kernels
 
 SEQUENCES = ragged_sequences(7, seed=3)
-BUILDS = ("native", "haswell")
 
 
-@pytest.fixture(params=BUILDS)
+@pytest.fixture(params=BUILDS.values(), ids=BUILDS)
 def kernels(request) -> CpuKernels:
     try:
         return load_kernels(request.param)

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from cpu_builds import BUILDS
 from torch import Tensor
 
 from inference_v2.kernels import REFERENCE, Kernels, cpu_kernels, get_kernels, triton_kernels
@@ -17,8 +18,6 @@ from inference_v2.kernels.reference import KEY_TILE
 
 KERNELS: Kernels = REFERENCE  # set for each test by the fixture `backend`
 BLOCK = 16
-# The C++ kernels as they are compiled for this CPU, and for CPUs without AMX and without AVX-512
-BUILDS = {"cpu": "native", "cpu without amx": "native,no-amx-tile,no-amx-bf16,no-amx-int8", "cpu with avx2": "haswell"}
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # a process of test_triton.py: only the Triton kernels, on fewer numbers
 BACKENDS = {"reference": lambda: REFERENCE} | {name: functools.partial(cpu_kernels, march) for name, march in BUILDS.items()}
 if INTERPRETED:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cpu_builds import BUILDS
 from torch import Tensor
 
 from inference_v2.kernels import cpu_kernels
 from inference_v2.kernels.cpu.varlen import token_tables, varlen_backward, varlen_forward
 
-BUILDS = pytest.mark.parametrize("march", ["native", "haswell"])
+EACH_BUILD = pytest.mark.parametrize("march", BUILDS.values(), ids=BUILDS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 CU_SEQLENS = torch.tensor([0, 1, 1, 70, 71, 135, 300])  # one token, none, a tile and a bit, exactly a tile, two and a half
 
@@ -49,7 +50,7 @@ def gradients(q: Tensor, k: Tensor, v: Tensor, d_out: Tensor, march: str = "nati
     return [out, lse, *varlen_backward(d_out, q, k, v, out, lse, CU_SEQLENS, scale, march=march, **features)]
 
 
-@BUILDS
+@EACH_BUILD
 @pytest.mark.parametrize("features", [{}, {"window": 2}, {"window": 64}, {"window": 65}, {"softcap": 2.0}], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (5, 1, 40), (2, 2, 128), (4, 2, 8)])
 def test_the_gradients_are_those_of_plain_attention(heads, kv_heads, head_dim, features, march):
