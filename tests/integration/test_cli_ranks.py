@@ -121,7 +121,7 @@ TORCHRUN = ("torch.distributed.run", "--nproc_per_node=2", "-m", "recipes.cli")
     ("command", "arguments", "signum"),
     [
         (("recipes.cli",), ("--nproc", "2"), signal.SIGINT),
-        (TORCHRUN, (), signal.SIGINT),
+        pytest.param(TORCHRUN, (), signal.SIGINT, marks=pytest.mark.slow),
         (TORCHRUN, (), signal.SIGTERM),
     ],
     ids=["nproc-ctrl-c", "torchrun-ctrl-c", "torchrun-sigterm"],
