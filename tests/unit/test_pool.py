@@ -39,6 +39,7 @@ def test_ranks_live_on_and_errors_come_back(pool2):
     assert pool2.run(rank_and_pid) == first
 
 
+@pytest.mark.slow
 def test_a_hung_collective_ends_the_call_the_pool_starts_anew_and_a_dead_rank_is_named():
     pool = Pool(2)
     try:
