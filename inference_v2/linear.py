@@ -1,4 +1,4 @@
-"""Linear layers of the rollout path: packed once per weight version where torch has the operators, row-padded on request."""
+"""Linear layers of the rollout path: packed once per weight version where the kernels or torch can, row-padded on request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels on first use and keeps the library in the user's cache.
 
-The sources need no header of torch, so a build takes seconds and any torch can load it. They use OpenMP, and torch brings the
-runtime under the same name: one thread pool serves both, and `torch.set_num_threads` holds for both.
+The sources need no header of torch, so a build takes seconds and any torch can load it. Their threads are their own (team.h);
+how many there may be they ask of OpenMP, whose runtime torch brings under the same name: `torch.set_num_threads` holds for both.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ struct VarlenBackward {
     float scale, softcap;  // softcap 0: none
 };
 
-// c[M, 16 V] += a b over `depth` terms: a(m, i) = a[m * row + i * step], b(i, n) = b[i * ldb + n]
+// c[M, WIDTH V] += a b over `depth` terms: a(m, i) = a[m * row + i * step], b(i, n) = b[i * ldb + n]
 template <int M, int V>
 INLINE void multiply_block(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, int64_t depth, float* c, int64_t ldc) {
     f32v acc[M][V];
@@ -50,7 +50,7 @@ void multiply_columns(const float* a, int64_t row, int64_t step, const float* b,
     for (; m < rows; m++) multiply_block<1, V>(a + m * row, row, step, b, ldb, depth, c + m * ldc, ldc);
 }
 
-// The same for any number of rows, and of columns that is a multiple of 16
+// The same for any number of rows, and of columns that is a multiple of WIDTH
 void multiply(const float* a, int64_t row, int64_t step, const float* b, int64_t ldb, int64_t rows, int64_t columns, int64_t depth,
               float* c, int64_t ldc) {
     int64_t n = 0;
