@@ -60,10 +60,7 @@ class ShardedModel:
     ) -> None:
         self.config, self.mesh, self.hf_config, self.path = config, mesh, hf_config, path
         self.spec: DecoderSpec | None = spec_of(hf_config) if hf_config.model_type in REGISTRY else None
-        generator = config.rollout.engine
-        self.kernels = get_kernels(
-            generator.kernels, mesh.device, getattr(torch, config.compute_dtype), generator.batch_invariant
-        )
+        self.kernels = get_kernels(config.rollout.engine.kernels, mesh.device, getattr(torch, config.compute_dtype))
         self.tokenizer, self.eos_token_ids = tokenizer, eos_token_ids
         self.vocab_limit = vocab_limit
         # What text never runs (a vision tower): frozen, in groups of its own that nothing gathers.

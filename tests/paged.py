@@ -49,7 +49,7 @@ class Runner:
 
     def __post_init__(self) -> None:
         self.blocks = -(-self.max_len // BLOCK)
-        kernels = get_kernels("auto", "cpu", self.dtype, self.batch_invariant)
+        kernels = get_kernels("auto", "cpu", self.dtype)
         self.decoder = Decoder(self.spec, kernels, RopeTable.build(self.spec.rope, self.max_len, self.dtype))
         counts = [1 + self.num_requests * self.blocks] * len(self.spec.windows)
         self.cache = KVCache(self.spec, counts, BLOCK, self.dtype, "cpu", poison=True)

@@ -46,17 +46,15 @@ REFERENCE = Kernels(
 )
 
 
-def cpu_kernels(march: str = "native", batch_invariant: bool = True) -> Kernels:
-    """The C++ kernels, compiled on first use. Without `batch_invariant`, attention of single tokens takes the way that is faster
-    for them, so that a token has other bits in a prefill than in a decode. Raises BuildError."""
+def cpu_kernels(march: str = "native") -> Kernels:
+    """The C++ kernels, compiled on first use. Raises BuildError."""
     cpu = load_kernels(march)
-    attention = cpu.paged_attention if batch_invariant else functools.partial(cpu.paged_attention, tiles_from=2)
     return Kernels(
         name="cpu",
         rms_norm=cpu.rms_norm,
         add_rms_norm=cpu.add_rms_norm,
         enter_attention=cpu.enter_attention,
-        paged_attention=attention,
+        paged_attention=cpu.paged_attention,
         silu_and_mul=cpu.silu_and_mul,
         sample=cpu.sample,
         pack_linear=cpu.pack_linear,
@@ -84,7 +82,6 @@ def get_kernels(
     name: str = "auto",
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    batch_invariant: bool = False,
 ) -> Kernels:
     """The backend called `name`; "auto" is the fastest one that runs here. Raises ValueError for an unknown name, and for one
     asked for by name that cannot run, with the reason."""
@@ -107,7 +104,7 @@ def get_kernels(
             raise ValueError(f"kernels=cpu with {given}; allowed: device cpu with float32 or bfloat16, or kernels=auto")
         return REFERENCE
     try:
-        return cpu_kernels(batch_invariant=batch_invariant)
+        return cpu_kernels()
     except BuildError as error:
         if name == "cpu":
             raise ValueError(f"kernels=cpu: {error}; or use kernels=reference") from None

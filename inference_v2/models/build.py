@@ -29,7 +29,7 @@ def build_decoder(
 ) -> tuple[Decoder, FusedWeights] | tuple[ModuleDecoder, ModuleWeights]:
     """Weights are loaded, as version 0. Raises ValueError for an unregistered model type under `config.strict`, or with
     settings that only registered families honour."""
-    kernels = get_kernels(config.kernels, device, dtype, config.batch_invariant)
+    kernels = get_kernels(config.kernels, device, dtype)
     if model.hf_config.model_type in REGISTRY or config.strict:
         spec = model.spec
         weights = FusedWeights(spec, dtype, device, None, model.vocab_limit, config.batch_invariant, kernels)

@@ -57,7 +57,7 @@ def runner(
     model: torch.nn.Module, dtype: torch.dtype = torch.float32, *, batch_invariant: bool = False, **kwargs
 ) -> Runner:  # fmt: skip
     spec = spec_of(model.config)
-    kernels = get_kernels("auto", "cpu", dtype, batch_invariant)
+    kernels = get_kernels("auto", "cpu", dtype)
     weights = FusedWeights(spec, dtype, "cpu", batch_invariant=batch_invariant, kernels=kernels, **kwargs)
     weights.refresh(ModuleSource(model), version=0)
     return Runner(spec, weights, dtype, batch_invariant=batch_invariant)

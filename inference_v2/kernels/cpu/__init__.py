@@ -36,7 +36,7 @@ class _Attention(Structure):
         ),
         *(
             (name, c_int64)
-            for name in ("requests", "num_heads", "num_kv_heads", "head_dim", "block_size", "table_width", "window", "tiles_from")
+            for name in ("requests", "num_heads", "num_kv_heads", "head_dim", "block_size", "table_width", "window")
         ),
         ("scale", c_float),
         ("softcap", c_float),
@@ -205,7 +205,6 @@ class CpuKernels:
         softcap: float | None = None,
         sinks: Tensor | None = None,
         lse: Tensor | None = None,  # [T, Hq] fp32, written: the log-sum-exp of each query's scores, without the sink
-        tiles_from: int = 1,  # query tokens of a request from which on AMX is used: other bits, equally exact
     ) -> Tensor:
         q, block_tables = q.contiguous(), _dense(block_tables, torch.int32)
         cu_query_lens, context_lens = _dense(cu_query_lens, torch.int32), _dense(context_lens, torch.int32)
@@ -215,7 +214,7 @@ class CpuKernels:
         arguments = _Attention(
             q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), cu_query_lens.data_ptr(),
             context_lens.data_ptr(), block_tables.data_ptr(), _pointer(sinks), context_lens.shape[0], q.shape[1],
-            k_pool.shape[2], q.shape[2], k_pool.shape[1], block_tables.shape[1], window or 0, tiles_from, scale, softcap or 0.0,
+            k_pool.shape[2], q.shape[2], k_pool.shape[1], block_tables.shape[1], window or 0, scale, softcap or 0.0,
             _pointer(lse),
         )  # fmt: skip
         self._paged_attention[q.dtype](byref(arguments))

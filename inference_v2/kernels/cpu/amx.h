@@ -22,14 +22,14 @@ class TileScope {
     ~TileScope() { load(before); }
     TileScope(const TileScope&) = delete;
 
-    // Rows of each of the eight tiles; a row has 64 bytes
-    void configure(const uint8_t (&rows)[8]) {
+    // Rows of each of the eight tiles, and bytes of a row
+    void configure(const uint8_t (&rows)[8], const uint8_t (&bytes)[8] = {64, 64, 64, 64, 64, 64, 64, 64}) {
         bool same = now.palette == 1;
-        for (int t = 0; t < 8; t++) same = same && now.rows[t] == rows[t];
+        for (int t = 0; t < 8; t++) same = same && now.rows[t] == rows[t] && now.bytes[t] == bytes[t];
         if (same) return;
         now.palette = 1;
         for (int t = 0; t < 8; t++) {
-            now.bytes[t] = 64;
+            now.bytes[t] = bytes[t];
             now.rows[t] = rows[t];
         }
         load(now);

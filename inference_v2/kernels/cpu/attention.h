@@ -18,7 +18,6 @@ struct Attention {
     const float* sinks;                                          // [num_heads], or null
     int64_t requests, num_heads, num_kv_heads, head_dim, block_size, table_width;
     int64_t window;  // 0: none
-    int64_t tiles_from;  // query tokens from which on a chunk is computed with AMX, where there is one
     float scale, softcap;  // softcap 0: none
     float* lse;            // [T, num_heads], or null: log-sum-exp of a query's scores, without the sink
 };
@@ -42,11 +41,12 @@ struct Softmax {
     }
 };
 
-// Products of a row with TILE keys, of which low : high are seen -> weights, 0 for the others; returns what the old sums shrink by
+// Products of a row with KEYS keys, of which low : high are seen -> weights, 0 for the others; returns what the old sums shrink by
+template <int KEYS>
 INLINE float soften(const Attention& a, float* row, int low, int high, float& peak, float& mass) {
     const i32v lanes = lane_numbers();
-    f32v scores[TILE / WIDTH], top = splat(FAR), sums{};
-    for (int i = 0; i < TILE / WIDTH; i++) {
+    f32v scores[KEYS / WIDTH], top = splat(FAR), sums{};
+    for (int i = 0; i < KEYS / WIDTH; i++) {
         f32v s = load(row + i * WIDTH) * a.scale;
         if (a.softcap != 0)
             for (int j = 0; j < WIDTH; j++) s[j] = std::tanh(s[j] / a.softcap) * a.softcap;
@@ -55,7 +55,7 @@ INLINE float soften(const Attention& a, float* row, int low, int high, float& pe
         top = maximum(top, scores[i]);
     }
     const float old = peak, now = std::max(old, maximum(top));
-    for (int i = 0; i < TILE / WIDTH; i++) {
+    for (int i = 0; i < KEYS / WIDTH; i++) {
         f32v w = exp(scores[i] - now);
         store(row + i * WIDTH, w);
         sums += w;
@@ -133,7 +133,7 @@ void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, con
     }
     float* total = softmax.total.data() + first * padded;
     for (int h = 0; h < H; h++) {
-        const float shrink = soften(a, weights[h], low, high, softmax.peak[first + h], softmax.mass[first + h]);
+        const float shrink = soften<TILE>(a, weights[h], low, high, softmax.peak[first + h], softmax.mass[first + h]);
         if (shrink != 1.0f)
             for (int64_t d = 0; d < padded; d += WIDTH) store(total + h * padded + d, load(total + h * padded + d) * shrink);
     }
@@ -162,9 +162,10 @@ void attend_tile(const Attention& a, const Keys<T>& keys, int low, int high, con
     }
 }
 
-// The tile for all rows of `count` query tokens of a unit
+// The tile for all rows of `count` query tokens, added to the softmax from its row `to` on
 template <class T, int DV>
-void attend_rows(const Attention& a, const Keys<T>& keys, int count, const T* q, int64_t padded, int64_t group, Softmax& softmax) {
+void attend_rows(const Attention& a, const Keys<T>& keys, int count, const T* q, int64_t padded, int64_t group, Softmax& softmax,
+                 int64_t to) {
     for (int i = 0; i < count; i++) {
         const int low = keys.low[i], high = keys.high[i];
         if (low >= high) continue;
@@ -172,10 +173,10 @@ void attend_rows(const Attention& a, const Keys<T>& keys, int count, const T* q,
             const int64_t many = std::min<int64_t>(HEADS, group - h), row = i * group + h;
             const T* x = q + row * padded;
             switch (many) {
-                case 1: attend_tile<T, DV, 1>(a, keys, low, high, x, padded, softmax, row); break;
-                case 2: attend_tile<T, DV, 2>(a, keys, low, high, x, padded, softmax, row); break;
-                case 3: attend_tile<T, DV, 3>(a, keys, low, high, x, padded, softmax, row); break;
-                default: attend_tile<T, DV, 4>(a, keys, low, high, x, padded, softmax, row);
+                case 1: attend_tile<T, DV, 1>(a, keys, low, high, x, padded, softmax, to + row); break;
+                case 2: attend_tile<T, DV, 2>(a, keys, low, high, x, padded, softmax, to + row); break;
+                case 3: attend_tile<T, DV, 3>(a, keys, low, high, x, padded, softmax, to + row); break;
+                default: attend_tile<T, DV, 4>(a, keys, low, high, x, padded, softmax, to + row);
             }
             h += many;
         }
@@ -183,7 +184,7 @@ void attend_rows(const Attention& a, const Keys<T>& keys, int count, const T* q,
 }
 
 template <class T>
-using AttendRows = void (*)(const Attention&, const Keys<T>&, int, const T*, int64_t, int64_t, Softmax&);
+using AttendRows = void (*)(const Attention&, const Keys<T>&, int, const T*, int64_t, int64_t, Softmax&, int64_t);
 
 template <class T>
 AttendRows<T> attend_rows_for(int64_t dim) {

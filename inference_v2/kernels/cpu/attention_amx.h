@@ -20,6 +20,26 @@ INLINE void transpose(f32v* rows) {
             }
 }
 
+// Rows are 16 lanes long, [16][4] in memory; rows[i] becomes column i
+INLINE void transpose_tall(f32v* rows) {
+    const i32v step = (lane_numbers() & 7) * 4 + lane_numbers() / 8;  // columns 0 and 1 of eight rows
+    f32v a = __builtin_shuffle(rows[0], rows[1], step), b = __builtin_shuffle(rows[2], rows[3], step);
+    f32v c = __builtin_shuffle(rows[0], rows[1], step + 2), d = __builtin_shuffle(rows[2], rows[3], step + 2);
+    const i32v halves = lane_numbers() + (lane_numbers() & 8);  // low halves of both
+    rows[0] = __builtin_shuffle(a, b, halves), rows[1] = __builtin_shuffle(a, b, halves + 8);
+    rows[2] = __builtin_shuffle(c, d, halves), rows[3] = __builtin_shuffle(c, d, halves + 8);
+}
+
+// The way back: four rows of 16 lanes become [16][4] in memory
+INLINE void transpose_wide(f32v* rows) {
+    const i32v lane = lane_numbers(), pair = lane / 2 + (lane & 1) * 16;  // a0 b0 a1 b1 ...
+    f32v a = __builtin_shuffle(rows[0], rows[1], pair), b = __builtin_shuffle(rows[0], rows[1], pair + 8);
+    f32v c = __builtin_shuffle(rows[2], rows[3], pair), d = __builtin_shuffle(rows[2], rows[3], pair + 8);
+    const i32v quad = lane / 4 * 2 + (lane & 1) + (lane & 2) * 8;  // a0 b0 c0 d0 a1 ...
+    rows[0] = __builtin_shuffle(a, c, quad), rows[1] = __builtin_shuffle(a, c, quad + 8);
+    rows[2] = __builtin_shuffle(b, d, quad), rows[3] = __builtin_shuffle(b, d, quad + 8);
+}
+
 class AmxTile {
    public:
     static bool serves(int64_t head_dim) {
@@ -27,137 +47,143 @@ class AmxTile {
         return allowed && head_dim % 32 == 0;
     }
 
-    // Room for `rows` query rows
-    AmxTile(int64_t head_dim, int64_t rows)
-        : dim(head_dim), keys_copy(TILE * dim), values(TILE * dim), queries((rows + 15) / 16 * 16 * dim), scores(16 * TILE),
-          high(16 * TILE), low(16 * TILE) {
-        tiles.configure({16, 16, 16, 16, 16, 16, 16, 16});
+    // For at most `rows` query rows
+    AmxTile(const Attention& a, int64_t rows)
+        : dim(a.head_dim), in_place(a.block_size % 16 == 0), key_bytes((in_place ? a.num_kv_heads : 1) * a.head_dim * sizeof(bf16)),
+          keys_copy(in_place ? 0 : TILE * dim), values(TILE * dim), queries((rows + 15) / 16 * 16 * dim), scores(16 * TILE),
+          high(16 * TILE), low(16 * TILE) {}
+
+    // Keys and values first : last to where the tiles read them: keys in rows, values in pairs of keys. Others may be read, and
+    // reach no row that does not see them. False where a value that only some rows see (`mixed`) is not finite: it would
+    bool take(const Keys<bf16>& keys, int first, int last, bool mixed) {
+        if (!in_place)
+            for (int j = first; j < last; j++) memcpy(keys_copy.data() + j * dim, keys.k[j], dim * sizeof(bf16));
+        const __m512i zero = _mm512_setzero_si512(), quads = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+        const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+        __m512i largest = zero;
+        auto get = [&](int j, int64_t d) {
+            if (j < first || j >= last) return zero;
+            const __m512i v = _mm512_loadu_si512(keys.v[j] + d);
+            largest = _mm512_max_epi16(largest, _mm512_and_si512(v, magnitude));
+            return _mm512_permutexvar_epi64(quads, v);
+        };
+        for (int j = 0; j < last; j += 32)  // what one product adds
+            for (int i = j; i < j + 32; i += 2)
+                for (int64_t d = 0; d < dim; d += 32) {
+                    const __m512i a = get(i, d), b = get(i + 1, d);
+                    bf16* at = values.data() + (i / 2 * dim + d) * 2;  // [TILE / 2][dim][2]
+                    _mm512_storeu_si512(at, _mm512_unpacklo_epi16(a, b));
+                    _mm512_storeu_si512(at + 32, _mm512_unpackhi_epi16(a, b));
+                }
+        return !mixed || !_mm512_cmpge_epi16_mask(largest, _mm512_set1_epi16(0x7f80));
     }
 
-    // Keys and values to where the tiles read them: keys in rows, values in pairs of keys. False where a value is not finite:
-    // it would reach rows that do not see it
-    bool take(const Keys<bf16>& keys, int first, int last) {
-        const i16x32 zero{};
-        i16x32 odd = zero;
-        for (int j = 0; j < TILE; j++) {
-            const bool seen = j >= first && j < last;
-            for (int64_t d = 0; d < dim; d += 32) put(keys_copy.data() + j * dim + d, seen ? get(keys.k[j] + d) : zero);
-        }
-        for (int j = 0; j < TILE; j += 2)
-            for (int64_t d = 0; d < dim; d += 32) {
-                i16x32 a = j >= first && j < last ? get(keys.v[j] + d) : zero;
-                i16x32 b = j + 1 >= first && j + 1 < last ? get(keys.v[j + 1] + d) : zero;
-                odd |= ((a & 0x7f80) == 0x7f80) | ((b & 0x7f80) == 0x7f80);
-                bf16* at = values.data() + (j / 2 * dim + d) * 2;  // [TILE / 2][dim][2]
-                put(at, __builtin_shuffle(a, b, interleave));
-                put(at + 32, __builtin_shuffle(a, b, interleave + 16));
-            }
-        return !_mm512_test_epi16_mask((__m512i)odd, (__m512i)odd);
-    }
-
-    // The unit's query rows, [rows / 16][dim / 2][16][2]: right operands
+    // The query rows of the tiles to come, as right operands [rows / columns][dim / 2][columns][2]. A few rows, those of a decode,
+    // have tiles of their own size
     void take_queries(const bf16* q, int64_t padded, int64_t rows) {
-        for (int64_t row = 0; row < rows; row += 16)
-            for (int64_t d = 0; d < dim; d += 16) {
-                f32v block[16];
-                for (int r = 0; r < 16; r++) block[r] = row + r < rows ? load(q + (row + r) * padded + d) : f32v{};
-                transpose(block);  // block[i] holds dimension d + i of 16 rows: bf16 in the upper halves
-                for (int p = 0; p < 8; p++) {
-                    u32v pair = (u32v)block[2 * p] >> 16 | ((u32v)block[2 * p + 1] & 0xffff0000u);
-                    memcpy(queries.data() + row * dim + (d / 2 + p) * 32, &pair, 64);
+        columns = rows <= 4 ? 4 : 16;
+        // tiles 0, 1: scores; 2: queries; 3, 7: keys or values; 4, 5: sums of values; 6: weights
+        const uint8_t few = std::min<int64_t>(rows, 16), narrow = columns * sizeof(float);
+        tiles.configure({16, 16, 16, 16, few, few, few, 16}, {narrow, narrow, narrow, 64, 64, 64, 64, 64});
+        for (int64_t row = 0; row < rows; row += columns)
+            for (int64_t d = 0; d < dim; d += 32) {
+                f32v block[16];  // a lane holds two dimensions
+                for (int r = 0; r < columns; r++) block[r] = row + r < rows ? load((const float*)(q + (row + r) * padded + d)) : f32v{};
+                float* at = (float*)(queries.data() + row * dim + d * columns);
+                if (columns == 4) {
+                    transpose_wide(block);
+                    for (int i = 0; i < 4; i++) store(at + i * 16, block[i]);
+                } else {
+                    transpose(block);
+                    for (int i = 0; i < 16; i++) store(at + i * 16, block[i]);
                 }
             }
     }
 
-    // Adds the tile, of which no row sees a key at or behind `last`, to rows `row` : row + rows (at most 16) of the unit. A token
-    // has `group` rows. All tiles have 16 rows: what is beyond `rows` is computed, and never read
+    // Adds the tile, of which no row sees a key at or behind `last`, for query rows `row` : row + rows (at most 16) to the softmax
+    // from its row `to` on. A token has `group` rows. What the tiles hold beyond `rows` is computed, and never read
     void attend(const Attention& a, const Keys<bf16>& keys, int last, int64_t row, int rows, int64_t group, int64_t padded,
-                Softmax& softmax) {
-        products(queries.data() + row * dim);
-        for (int j = 0; j < last; j += 16) {
-            f32v block[16];
-            for (int i = 0; i < 16; i++) block[i] = load(columns + (j + i) * 16);
-            transpose(block);
-            for (int i = 0; i < 16; i++) store(scores.data() + i * TILE + j, block[i]);
-        }
-        float* total = softmax.total.data() + row * padded;
+                Softmax& softmax, int64_t to) {
+        for (int j = 0; j < last; j += 32) products(queries.data() + row * dim, keys, j, j + 16 < last);
+        float* total = softmax.total.data() + to * padded;
+        const int whole = last > 32 ? TILE : 32;
         for (int i = 0; i < rows; i++) {
-            const int token = (row + i) / group;
-            float *s = scores.data() + i * TILE, shrink = 1.0f;
-            if (keys.low[token] < keys.high[token])
-                shrink = soften(a, s, keys.low[token], keys.high[token], softmax.peak[row + i], softmax.mass[row + i]);
+            const int token = (row + i) / group, first_seen = keys.low[token], end_seen = keys.high[token];
+            float *s = scores.data() + i * TILE, shrink = 1.0f, &peak = softmax.peak[to + i], &mass = softmax.mass[to + i];
+            if (first_seen >= end_seen)
+                std::fill(s, s + whole, 0.0f);
+            else if (whole == TILE)
+                shrink = soften<TILE>(a, s, first_seen, end_seen, peak, mass);
             else
-                std::fill(s, s + TILE, 0.0f);
+                shrink = soften<32>(a, s, first_seen, end_seen, peak, mass);
             if (shrink != 1.0f)
                 for (int64_t d = 0; d < dim; d += WIDTH) store(total + i * padded + d, load(total + i * padded + d) * shrink);
-            for (int j = 0; j < TILE; j += WIDTH) {
-                f32v w = load(s + j), near = rounded<bf16>(w);
-                store(high.data() + i * TILE + j, near);
-                store(low.data() + i * TILE + j, w - near);
-            }
+            for (int j = 0; j < whole; j += WIDTH) split(load(s + j), high.data() + i * TILE + j, low.data() + i * TILE + j);
         }
         for (int64_t d = 0; d < dim; d += 32) add_values(total + d, padded * sizeof(float), d, last);
     }
 
    private:
-    // columns[key][row]
-    void products(const bf16* q) {
+    // Scores [row][key] of keys j : j + 16, and of the next 16
+    void products(const bf16* q, const Keys<bf16>& keys, int j, bool both) {
+        const bf16 *k0 = in_place ? keys.k[j] : keys_copy.data() + j * dim, *k1 = in_place ? keys.k[j + 16] : k0 + 16 * dim;
+        alignas(64) float found[2][256];  // [key][row]
         _tile_zero(0);
         _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-        const bf16* k = keys_copy.data();
         for (int64_t d = 0; d < dim; d += 32) {
-            _tile_loadd(7, q + d * 16, 64);
-            _tile_loadd(4, k + d, dim * 2);
-            _tile_dpbf16ps(0, 4, 7);
-            _tile_loadd(5, k + 16 * dim + d, dim * 2);
-            _tile_dpbf16ps(1, 5, 7);
-            _tile_loadd(4, k + 32 * dim + d, dim * 2);
-            _tile_dpbf16ps(2, 4, 7);
-            _tile_loadd(5, k + 48 * dim + d, dim * 2);
-            _tile_dpbf16ps(3, 5, 7);
+            _tile_loadd(2, q + d * columns, columns * sizeof(float));
+            _tile_loadd(3, k0 + d, key_bytes);
+            _tile_dpbf16ps(0, 3, 2);
+            if (both) {
+                _tile_loadd(7, k1 + d, key_bytes);
+                _tile_dpbf16ps(1, 7, 2);
+            }
         }
-        _tile_stored(0, columns, 64);
-        _tile_stored(1, columns + 256, 64);
-        _tile_stored(2, columns + 512, 64);
-        _tile_stored(3, columns + 768, 64);
+        _tile_stored(0, found[0], columns * sizeof(float));
+        if (both) _tile_stored(1, found[1], columns * sizeof(float));
+        for (int half = 0; half <= (both ? 1 : 0); half++) {
+            f32v block[16];
+            for (int i = 0; i < columns; i++) block[i] = load(found[half] + i * 16);
+            columns == 4 ? transpose_tall(block) : transpose(block);
+            for (int i = 0; i < columns; i++) store(scores.data() + i * TILE + j + half * 16, block[i]);
+        }
     }
 
     // Weights times values, for dimensions d : d + 32
     void add_values(float* total, int64_t stride, int64_t d, int last) {
-        _tile_loadd(0, total, stride);
-        _tile_loadd(1, total + 16, stride);
+        _tile_loadd(4, total, stride);
+        _tile_loadd(5, total + 16, stride);
         for (int j = 0; j < last; j += 32) {
-            _tile_loadd(4, high.data() + j, TILE * 2);
-            _tile_loadd(6, values.data() + (j / 2 * dim + d) * 2, dim * 4);
-            _tile_dpbf16ps(0, 4, 6);
+            _tile_loadd(6, high.data() + j, TILE * 2);
+            _tile_loadd(3, values.data() + (j / 2 * dim + d) * 2, dim * 4);
+            _tile_dpbf16ps(4, 6, 3);
             _tile_loadd(7, values.data() + (j / 2 * dim + d + 16) * 2, dim * 4);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_loadd(5, low.data() + j, TILE * 2);
-            _tile_dpbf16ps(0, 5, 6);
-            _tile_dpbf16ps(1, 5, 7);
+            _tile_dpbf16ps(5, 6, 7);
+            _tile_loadd(6, low.data() + j, TILE * 2);
+            _tile_dpbf16ps(4, 6, 3);
+            _tile_dpbf16ps(5, 6, 7);
         }
-        _tile_stored(0, total, stride);
-        _tile_stored(1, total + 16, stride);
+        _tile_stored(4, total, stride);
+        _tile_stored(5, total + 16, stride);
     }
 
-    typedef int16_t i16x32 __attribute__((vector_size(64)));
-    static constexpr i16x32 interleave = {0, 32, 1, 33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
-                                          8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47};
-    static i16x32 get(const bf16* p) {
-        i16x32 v;
-        memcpy(&v, p, 64);
-        return v;
+    // w = high + low, up to 2^-16 of it
+    static INLINE void split(f32v w, bf16* high, bf16* low) {
+        const __m256bh near = _mm512_cvtneps_pbh((__m512)w);
+        const f32v rest = w - (f32v)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)near), 16);
+        const __m256bh far = _mm512_cvtneps_pbh((__m512)rest);
+        memcpy(high, &near, sizeof near);
+        memcpy(low, &far, sizeof far);
     }
-    static void put(bf16* p, i16x32 v) { memcpy(p, &v, 64); }
 
     TileScope tiles;
     const int64_t dim;
+    const bool in_place;      // 16 keys lie evenly in the cache
+    const int64_t key_bytes;  // from one to the next
+    int columns = 16;         // query rows of a product
     std::vector<bf16> keys_copy, values, queries;
-    std::vector<float> scores;      // [16 rows][TILE], then the weights
-    std::vector<bf16> high, low;    // the weights in two parts
-    alignas(64) float columns[TILE * 16];
+    std::vector<float> scores;    // [16 rows][TILE], then the weights
+    std::vector<bf16> high, low;  // the weights in two parts
 };
 
 }  // namespace hybrid

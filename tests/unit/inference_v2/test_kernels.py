@@ -119,6 +119,30 @@ def test_attention_bits_do_not_depend_on_batch_or_chunks(dtype: torch.dtype, win
         assert torch.equal(together[mine], whole)
 
 
+@pytest.mark.parametrize("window", [None, 100, 700])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_samples_of_a_prompt_that_share_its_blocks_have_the_bits_they_have_alone(dtype: torch.dtype, window: int | None) -> None:
+    heads, kv_heads, head_dim = (3, 1, 32) if INTERPRETED else (6, 2, 64)
+    lengths = [150, 130, 129, 128, 160, 40, 7] if INTERPRETED else [600, 577, 580, 640, 600, 513, 512, 90, 64, 17]
+    common = [128, 128, 128, 112, 16, 32, 0] if INTERPRETED else [560, 560, 576, 576, 128, 512, 512, 64, 64, 16]
+    q, k, v = random_qkv(max(lengths), heads, kv_heads, head_dim, len(lengths), dtype)
+    for r, n in enumerate(common):
+        k[r, :n], v[r, :n] = k[0, :n], v[0, :n]
+    k_pool, v_pool, tables = paged(k, v)
+    shared = tables.clone()
+    for r, n in enumerate(common):
+        shared[r, : n // BLOCK] = tables[0, : n // BLOCK]
+    chunks = [(r, n - 1, n) for r, n in enumerate(lengths)]
+    alone = torch.cat([attend(q, (k_pool, v_pool, tables), [chunk], window=window) for chunk in chunks])
+    threads = torch.get_num_threads()
+    try:
+        for count in THREADS:
+            torch.set_num_threads(count)
+            assert torch.equal(attend(q, (k_pool, v_pool, shared), chunks, window=window), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_unwritten_slots_and_freed_blocks_never_reach_the_result() -> None:
     q, k, v = random_qkv(40, 4, 2, 16)
     k_pool, v_pool, tables = paged(k, v)
