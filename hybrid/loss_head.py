@@ -50,7 +50,7 @@ def pack_head(head: Head, kernels: Kernels) -> Head:
         logits = torch.empty(x.shape[0], head.vocab_size)
         for start in range(0, head.vocab_size, rows):
             stop = min(start + rows, head.vocab_size)
-            logits[:, start:stop] = pack(weight[start:stop], None, torch.float32)(x)
+            logits[:, start:stop] = pack(weight[start:stop], None, out_dtype=torch.float32)(x)
         return logits
 
     return replace(head, product=product)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from bisect import bisect_right
 from collections.abc import Sequence
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from inference_v2.models.spec import DecoderSpec
+from inference_v2.pages import advised
 
 
 class KVCache:
@@ -24,16 +27,24 @@ class KVCache:
         device: torch.device | str,
         poison: bool = False,
     ) -> None:
+        self.block_size = block_size
         self._groups = tuple(layer.cache_group for layer in spec.layers)
         self._pools: list[Tensor] = []  # per layer [2, num_blocks, block_size, num_kv_heads, head_dim]: keys, values
         for group in self._groups:
-            pool = torch.empty(2, num_blocks[group], block_size, spec.num_kv_heads, spec.head_dim, dtype=dtype, device=device)
+            shape = (2, num_blocks[group], block_size, spec.num_kv_heads, spec.head_dim)
+            pool = advised(torch.empty(shape, dtype=dtype, device=device))
             self._pools.append(pool.fill_(float("nan")) if poison else pool)
 
     def layer(self, i: int) -> tuple[Tensor, Tensor]:
         """K and V pools of layer i, each [num_blocks, block_size, num_kv_heads, head_dim]."""
         pool = self._pools[i]
         return pool[0], pool[1]
+
+    @functools.cached_property
+    def pointers(self) -> ctypes.Array[ctypes.c_void_p]:
+        """Addresses of K and V pool of each layer, one behind the other."""
+        addresses = [pool.data_ptr() for i in range(len(self._pools)) for pool in self.layer(i)]
+        return (ctypes.c_void_p * len(addresses))(*addresses)
 
     def copy_blocks(self, group: int, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy whole blocks (from, to) in every layer of the group; all are read before any is written."""

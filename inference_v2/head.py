@@ -6,6 +6,7 @@ equal hidden states give bit-equal logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inference_v2.kernels import Kernels
-from inference_v2.linear import Product
+from inference_v2.pages import Arena
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Head:
     vocab_limit: int | None = None
     scale: float = 1.0
     softcap: float | None = None
-    product: Product | None = None  # [T, H] bf16 -> fp32 [T, vocab_size]
+    product: Callable[..., Tensor] | None = None  # [T, H] bf16 (, into) -> fp32 [T, vocab_size]
 
     @property
     def vocab_size(self) -> int:
@@ -37,23 +38,27 @@ class Head:
         """Tokens whose fp32 logits take at most `num_bytes`; at least one."""
         return max(1, num_bytes // (4 * self.vocab_size))
 
-    def packed(self, kernels: Kernels) -> Head:
-        """The same head with its rows packed for `kernels`, where those have a product for them. Only the rows' rounding counts:
-        bf16 x bf16 is exact in fp32."""
+    def packed(self, kernels: Kernels, old: Head | None = None) -> Head:
+        """The same head with its rows packed for `kernels`, where those have a product for them, in the storage of an `old` one
+        that is no longer used. Only the rows' rounding counts: bf16 x bf16 is exact in fp32."""
         usable = self.weight.dtype == torch.bfloat16 and self.weight.device.type == "cpu" and self.product is None
         if kernels.pack_linear is None or not usable:
             return self
-        return replace(self, product=kernels.pack_linear(self.weight[: self.vocab_size].detach(), None, torch.float32))
+        rows, old_product = self.weight[: self.vocab_size].detach(), None if old is None else old.product
+        product = kernels.pack_linear(rows, None, old_product, out_dtype=torch.float32, arena=Arena())
+        return replace(self, product=product)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, into: Tensor | None = None) -> Tensor:
         """[*, H] in any float dtype -> fp32 [*, vocab_size]. The product is exact, its sums are fp32; a packed head takes bf16
-        hidden states."""
+        hidden states, and may leave its result in the flat fp32 memory `into`: new memory of this size costs as much as the
+        product of a few rows."""
         n = self.vocab_size
         bias = None if self.bias is None else self.bias[:n].float()
         if self.product is None or (torch.is_grad_enabled() and hidden.requires_grad):  # a packed product has no backward
             z = F.linear(hidden.float(), self.weight[:n].float(), bias)
         else:
-            z = self.product(hidden.to(torch.bfloat16).reshape(-1, hidden.shape[-1])).view(*hidden.shape[:-1], n)
+            rows = hidden.to(torch.bfloat16).reshape(-1, hidden.shape[-1])
+            z = (self.product(rows) if into is None else self.product(rows, into)).view(*hidden.shape[:-1], n)
             if bias is not None:
                 z += bias
         if self.scale != 1.0:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from inference_v2.kernels import Kernels
+from inference_v2.pages import Arena
 
 Product = Callable[[Tensor], Tensor]
-Pack = Callable[[Tensor, Tensor | None], Product]
+Pack = Callable[[Tensor, Tensor | None, Any], Product]  # weight, bias, an earlier product of theirs that is no longer used
 PROBED_ROWS = (*range(1, 41), 48, 63, 64, 65, 96, 127, 128, 129, 200, 256, 257, 512)
 
 
@@ -28,18 +30,18 @@ def can_pack(dtype: torch.dtype) -> bool:
     return True
 
 
-def packed_product(weight: Tensor, bias: Tensor | None) -> Product:
+def packed_product(weight: Tensor, bias: Tensor | None, old: Product | None = None) -> Product:
     """x -> x @ weight.T + bias with a private, reordered copy of `weight` [out, in]."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def choose_pack(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Pack | None:
-    """How weights are packed: by the kernels' own product, by oneDNN, or (None) not at all."""
+    """How the weights of a model are packed: by the kernels' own product, by oneDNN, or (None) not at all."""
     if device.type != "cpu":
         return None
     if kernels.pack_linear is not None:
-        return kernels.pack_linear
+        return functools.partial(kernels.pack_linear, arena=Arena())
     return packed_product if can_pack(dtype) else None
 
 
@@ -88,7 +90,7 @@ class Linear:
         self._min_rows = 0
         self._weight: Tensor | None = None  # the merged copy, unless packed
         self._bias: Tensor | None = None
-        self._product: Product | None = None
+        self.product: Product | None = None
         self.nbytes = 0
 
     def load(self, weights: Sequence[Tensor], biases: Sequence[Tensor] | None, dtype: torch.dtype, device: torch.device) -> None:
@@ -96,15 +98,15 @@ class Linear:
         self._bias = None if biases is None else _merge(self._bias, biases, dtype, device)
         merged = _merge(self._weight, weights, dtype, device)
         if self._pack is not None:
-            self._product = self._pack(merged, self._bias)
+            self.product = self._pack(merged, self._bias, self.product)
         else:
             self._weight = merged
-            self._product = plain_product(merged, self._bias)
+            self.product = plain_product(merged, self._bias)
         self.nbytes = merged.nbytes + (0 if self._bias is None else self._bias.nbytes)
         if self._probed is not None:
             shape = (merged.shape[0], merged.shape[1])
             if shape not in self._probed:
-                self._probed[shape] = safe_rows(self._product, merged.shape[1], dtype, device)
+                self._probed[shape] = safe_rows(self.product, merged.shape[1], dtype, device)
             self._min_rows = self._probed[shape]
 
     def move(self, device: torch.device) -> None:
@@ -112,12 +114,12 @@ class Linear:
         if self._weight is not None:
             self._weight = self._weight.to(device)
             self._bias = None if self._bias is None else self._bias.to(device)
-            self._product = plain_product(self._weight, self._bias)
+            self.product = plain_product(self._weight, self._bias)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        assert self._product is not None, "linear used before its weights were loaded"
-        return pad_rows(self._product, x, self._min_rows) if self._min_rows else self._product(x)
+        assert self.product is not None, "linear used before its weights were loaded"
+        return pad_rows(self.product, x, self._min_rows) if self._min_rows else self.product(x)
 
 
 def _merge(into: Tensor | None, parts: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:

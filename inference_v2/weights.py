@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -69,6 +69,7 @@ class ModelWeights(Protocol):
     """What the decoder reads. Each part is valid inside its context only."""
 
     version: int
+    stack: Any  # all layers at once (Kernels.bind_layers), or None
 
     def embed(self) -> AbstractContextManager[Tensor]: ...  # [V, H]
     def layer(self, i: int) -> AbstractContextManager[LayerWeights]: ...
@@ -81,7 +82,7 @@ class _PaddedHead(Head):
 
     min_rows: int = 1
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, into: Tensor | None = None) -> Tensor:
         rows = hidden.flatten(0, -2)
         return pad_rows(super().logits, rows, self.min_rows).unflatten(0, hidden.shape[:-1])
 
@@ -116,6 +117,7 @@ class FusedWeights:
         self._embed: Tensor | None = None
         self._final: FinalWeights | None = None
         self._layers: list[LayerWeights] = []
+        self.stack: Any = None
 
     def refresh(self, source: WeightSource, version: int) -> None:
         """Copy everything from `source`, one scope at a time ("" first, then each layer). Does nothing when `version` is
@@ -124,7 +126,7 @@ class FusedWeights:
         if version == self.version:
             return
         check_names(self.spec, source.names())
-        self.version = -1  # a refresh that fails half-way leaves no usable weights
+        self.version, self.stack = -1, None  # a refresh that fails half-way leaves no usable weights
         if not self._layers:
             self._layers = [_new_layer(self._pack, self._probed) for _ in self.spec.layers]
         with source.scope(""):
@@ -135,6 +137,8 @@ class FusedWeights:
         for i, layer in enumerate(self._layers):
             with source.scope(self.spec.names.layer.format(i=i)):
                 _load_layer(layer, self.spec, i, source, self.dtype, self.device)
+        bind = self._kernels.bind_layers
+        self.stack = None if bind is None else bind(self.spec, self._layers)
         self.version = version
 
     def embed(self) -> AbstractContextManager[Tensor]:
@@ -170,6 +174,7 @@ class FusedWeights:
         if self._embed is None or self._final is None or self._embed.device == device:
             return
         self.placement += 1
+        self.stack = None
         head, shared = self._final.head, self._final.head.weight.data_ptr() == self._embed.data_ptr()
         self._embed = self._embed.to(device)
         weight = self._embed[: head.weight.shape[0]] if shared else head.weight.to(device)
@@ -186,13 +191,15 @@ class FusedWeights:
         """Drop everything; the next use needs a refresh."""
         self.version = -1
         self.placement += 1
-        self._embed, self._final, self._layers = None, None, []
+        self._embed, self._final, self._layers, self.stack = None, None, [], None
 
 
 class StreamedWeights:
     """The same layout built inside the source's scope, one layer at a time, nothing kept: for models whose full copy does
     not fit. Every pass enters the scopes "", each layer, "" in this order, so that ranks which gather in them stay in step.
     """
+
+    stack: None = None
 
     def __init__(
         self,
@@ -304,7 +311,7 @@ def _load_final(
         weight = _copy(None if old_head is None else old_head.weight, rounded, torch.float32, device)
     head = Head(weight, bias, rows)
     if can_pack_head:
-        return FinalWeights(norm, _detached(head.packed(kernels), embed))
+        return FinalWeights(norm, _detached(head.packed(kernels, old_head), embed))
     if probed is not None:
         if weight.shape not in probed:
             probed[weight.shape] = safe_rows(head.logits, weight.shape[1], torch.float32, device)

@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from inference_v2.kernels import reference
 from inference_v2.kernels.cpu import DTYPES as CPU_DTYPES
 from inference_v2.kernels.cpu import BuildError, load_kernels
+from inference_v2.kernels.cpu.stack import stack_binder
 from inference_v2.kernels.sampling import sample
 from inference_v2.kernels.triton import TritonMissing
 from inference_v2.kernels.triton import load_kernels as load_triton
@@ -33,6 +35,7 @@ class Kernels:
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[..., tuple[Tensor, Tensor, Tensor]]
     pack_linear: Callable[..., Callable[[Tensor], Tensor]] | None = None  # None: torch's linear layers
+    bind_layers: Callable[..., Any] | None = None  # all layers in one call, from spec and weights; gives None where it cannot
 
 
 REFERENCE = Kernels(
@@ -58,6 +61,7 @@ def cpu_kernels(march: str = "native") -> Kernels:
         silu_and_mul=cpu.silu_and_mul,
         sample=cpu.sample,
         pack_linear=cpu.pack_linear,
+        bind_layers=stack_binder(march),
     )
 
 

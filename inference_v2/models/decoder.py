@@ -41,9 +41,12 @@ class Decoder:
         with weights.embed() as table:
             residual = F.embedding(batch.token_ids, table)  # [T, H]
         branch: Tensor | None = None  # output of the last branch, not yet added to the residual
-        for i in range(self.spec.num_layers):
-            with weights.layer(i) as layer:
-                residual, branch = self._layer(i, layer, batch, cache, residual, branch)
+        if self.kernels.bind_layers is not None and weights.stack is not None:  # the same kernels, without Python in between
+            residual, branch = weights.stack(batch, cache, (self.rope_table.cos, self.rope_table.sin), residual)
+        else:
+            for i in range(self.spec.num_layers):
+                with weights.layer(i) as layer:
+                    residual, branch = self._layer(i, layer, batch, cache, residual, branch)
         with weights.final() as final:
             assert branch is not None, "a spec without layers"
             rows = batch.logit_rows
@@ -81,8 +84,7 @@ class Decoder:
         q = kernels.enter_attention(
             q, k, v, k_pool, v_pool, group.slots, batch.positions, table, w.q_norm, w.k_norm, spec.norm_eps
         )
-        scale = spec.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
         seen = kernels.paged_attention(
-            q, k_pool, v_pool, batch.cu_query_lens, batch.context_lens, group.block_tables, scale, layer.window
+            q, k_pool, v_pool, batch.cu_query_lens, batch.context_lens, group.block_tables, spec.scale, layer.window
         )
         return w.o(seen.flatten(1))

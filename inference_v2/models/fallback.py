@@ -56,6 +56,7 @@ class ModuleWeights:
     module: PreTrainedModel
     head: Head
     version: int = 0
+    stack: None = None
 
     def embed(self) -> AbstractContextManager[Tensor]:
         return nullcontext(_embedding(self.module))

@@ -76,6 +76,11 @@ class DecoderSpec:
         return len(self.layers)
 
     @property
+    def scale(self) -> float:
+        """What multiplies the attention's scores."""
+        return self.head_dim**-0.5 if self.attention_scale is None else self.attention_scale
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
         """The window of each cache group, indexed by `LayerSpec.cache_group`."""
         found: dict[int, int | None] = {}

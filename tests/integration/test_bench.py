@@ -282,8 +282,8 @@ def test_the_floor_multiplies_every_weight_once(model):
     for i in range(spec.num_layers):
         with opened.fused.layer(i) as layer:
             for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
-                product = linear._product
-                linear._product = lambda x, product=product: seen.append((x.shape[0], x.shape[1])) or product(x)
+                product = linear.product
+                linear.product = lambda x, product=product: seen.append((x.shape[0], x.shape[1])) or product(x)
     heads: list[tuple[int, int]] = []
     torch.nn.functional.linear = lambda x, *rest: heads.append(tuple(x.shape)) or real(x, *rest)
     try:

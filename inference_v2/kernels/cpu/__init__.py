@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from inference_v2.kernels.cpu.build import BuildError, library
+from inference_v2.kernels.cpu.checks import pointer, require
+from inference_v2.pages import Arena
 
 __all__ = ["DTYPES", "BuildError", "CpuKernels", "load_kernels"]
 
@@ -73,20 +75,8 @@ def _gated_rows(gate: Tensor, up: Tensor) -> _GatedRows:
     return _GatedRows(gate.data_ptr(), up.data_ptr(), *gate.shape, gate.stride(0), up.stride(0))
 
 
-def _pointer(x: Tensor | None) -> int | None:
-    return None if x is None else x.data_ptr()
-
-
 def _dense(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return (x if dtype is None else x.to(dtype)).contiguous()
-
-
-def _require(dtype: torch.dtype, *tensors: Tensor | None) -> None:
-    """Raises ValueError for what C++ would read as something else."""
-    for x in tensors:
-        if x is not None and not (x.dtype == dtype and x.device.type == "cpu" and x.is_contiguous()):
-            given = f"{x.dtype} on {x.device}, strides {x.stride()}"
-            raise ValueError(f"CPU kernel: {given}; allowed: {dtype} on the CPU, contiguous")
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -94,21 +84,54 @@ def _heads(x: Tensor) -> Tensor:
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
+class PackedLinear:
+    """`CpuKernels.pack_linear`'s product."""
+
+    def __init__(
+        self,
+        function: Callable[..., None],
+        packed: Tensor,
+        bias: Tensor | None,
+        in_features: int,
+        out_features: int,
+        out_dtype: torch.dtype,
+    ) -> None:
+        self.packed, self.bias = packed, bias
+        self.in_features, self.out_features = in_features, out_features
+        self._function, self._out_dtype = function, out_dtype
+
+    def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """`into`: memory for the result, of its dtype and at least as many values."""
+        if x.dtype != self.packed.dtype:
+            raise ValueError(f"packed product: x in {x.dtype}; allowed: {self.packed.dtype}")
+        x = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features).contiguous()
+        rows = x.shape[0]
+        if into is None:
+            y = torch.empty(rows, self.out_features, dtype=self._out_dtype)
+        else:
+            y = into[: rows * self.out_features].view(rows, self.out_features)
+            require(self._out_dtype, y)
+        stride = x.stride(0) if rows > 1 else self.in_features
+        self._function(byref(_Linear(x.data_ptr(), self.packed.data_ptr(), pointer(self.bias), y.data_ptr(), rows,
+                                     self.in_features, self.out_features, stride, self._out_dtype == torch.float32)))  # fmt: skip
+        return y
+
+
 class CpuKernels:
     """One compiled library with the functions of `inference_v2.kernels.Kernels`; tensors on the CPU, fp32 or bf16."""
 
     def __init__(self, march: str = "native") -> None:
         self._library = lib = library(march)
-        f32, i64, pointer = c_float, c_int64, c_void_p
-        self._rms_norm = self._both("rms_norm", pointer, pointer, f32, pointer, i64, i64, i64)
-        self._add_rms_norm = self._both("add_rms_norm", pointer, pointer, pointer, f32, pointer, pointer, i64, i64)
-        self._silu_and_mul = self._both("silu_and_mul", POINTER(_GatedRows), pointer)
-        self._silu_and_mul_backward = self._both("silu_and_mul_backward", POINTER(_GatedRows), pointer, pointer, pointer)
-        self._rms_norm_backward = self._both("rms_norm_backward", pointer, pointer, pointer, f32, pointer, pointer, i64, i64)
+        f32, i64, address = c_float, c_int64, c_void_p
+        self._rms_norm = self._both("rms_norm", address, address, f32, address, i64, i64, i64)
+        self._add_rms_norm = self._both("add_rms_norm", address, address, address, f32, address, address, i64, i64)
+        self._silu_and_mul = self._both("silu_and_mul", POINTER(_GatedRows), address)
+        self._silu_and_mul_backward = self._both("silu_and_mul_backward", POINTER(_GatedRows), address, address, address)
+        self._rms_norm_backward = self._both("rms_norm_backward", address, address, address, f32, address, address, i64, i64)
         self._enter_attention = self._both("enter_attention", POINTER(_EnterAttention))
         self._paged_attention = self._both("paged_attention", POINTER(_Attention))
         self._linear = self._both("linear", POINTER(_Linear))
-        self._pack = self._both("linear_pack", pointer, pointer, i64, i64)
+        self._pack = self._both("linear_pack", address, address, i64, i64)
         self._packed_size = _function(lib.linear_packed_size, i64, i64, result=i64)
         self._sample = _function(lib.sample, POINTER(_Sample))
 
@@ -118,7 +141,7 @@ class CpuKernels:
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         dim = x.shape[-1]
         rows = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, dim).contiguous()
-        _require(x.dtype, weight)
+        require(x.dtype, weight)
         y = torch.empty(x.shape, dtype=x.dtype)
         stride = rows.stride(0) if rows.shape[0] > 1 else dim
         self._rms_norm[x.dtype](rows.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), rows.shape[0], dim, stride)
@@ -126,7 +149,7 @@ class CpuKernels:
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         x, residual = x.contiguous(), residual.contiguous()
-        _require(x.dtype, residual, weight)
+        require(x.dtype, residual, weight)
         y, total = torch.empty_like(x), torch.empty_like(x)
         dim = x.shape[-1]
         pointers = (x.data_ptr(), residual.data_ptr(), weight.data_ptr(), eps, y.data_ptr(), total.data_ptr())
@@ -136,7 +159,7 @@ class CpuKernels:
     def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(dx like x, d_weight [dim] fp32) of `rms_norm`; the same bits for any number of threads."""
         dim, dy = x.shape[-1], dy.contiguous()
-        _require(x.dtype, x, weight, dy)
+        require(x.dtype, x, weight, dy)
         dx, rows = torch.empty_like(x), x.numel() // dim
         parts = torch.empty(-(-rows // PART_ROWS), dim)
         pointers = (x.data_ptr(), weight.data_ptr(), dy.data_ptr(), eps, dx.data_ptr(), parts.data_ptr())
@@ -155,7 +178,7 @@ class CpuKernels:
     def silu_mul_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
         """The gradients of gate and up [rows, dim]."""
         dy = dy.contiguous()
-        _require(gate.dtype, dy)
+        require(gate.dtype, dy)
         d_gate, d_up = (torch.empty(gate.shape, dtype=gate.dtype) for _ in range(2))
         pointers = (dy.data_ptr(), d_gate.data_ptr(), d_up.data_ptr())
         self._silu_and_mul_backward[gate.dtype](byref(_gated_rows(gate, up)), *pointers)
@@ -179,14 +202,14 @@ class CpuKernels:
         tokens, num_heads, head_dim = q.shape
         out = torch.empty(q.shape, dtype=q.dtype)
         cos, sin = (None, None) if table is None else table
-        _require(q.dtype, k_pool, v_pool, cos, sin, q_norm, k_norm)
-        _require(torch.int64, slots, positions)
+        require(q.dtype, k_pool, v_pool, cos, sin, q_norm, k_norm)
+        require(torch.int64, slots, positions)
         if not q.dtype == k.dtype == v.dtype:
             raise ValueError(f"CPU kernel: q, k, v in {q.dtype}, {k.dtype}, {v.dtype}; allowed: one dtype")
         half = 0 if cos is None else cos.shape[-1]
         arguments = _EnterAttention(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), slots.data_ptr(),
-            positions.data_ptr(), _pointer(cos), _pointer(sin), _pointer(q_norm), _pointer(k_norm), tokens, num_heads,
+            positions.data_ptr(), pointer(cos), pointer(sin), pointer(q_norm), pointer(k_norm), tokens, num_heads,
             k.shape[1], head_dim, half, q.stride(0), k.stride(0), v.stride(0), eps,
         )  # fmt: skip
         self._enter_attention[q.dtype](byref(arguments))
@@ -209,42 +232,40 @@ class CpuKernels:
         q, block_tables = q.contiguous(), _dense(block_tables, torch.int32)
         cu_query_lens, context_lens = _dense(cu_query_lens, torch.int32), _dense(context_lens, torch.int32)
         sinks = None if sinks is None else _dense(sinks, torch.float32)
-        _require(q.dtype, q, k_pool, v_pool)
+        require(q.dtype, q, k_pool, v_pool)
         out = torch.empty_like(q)
         arguments = _Attention(
             q.data_ptr(), k_pool.data_ptr(), v_pool.data_ptr(), out.data_ptr(), cu_query_lens.data_ptr(),
-            context_lens.data_ptr(), block_tables.data_ptr(), _pointer(sinks), context_lens.shape[0], q.shape[1],
+            context_lens.data_ptr(), block_tables.data_ptr(), pointer(sinks), context_lens.shape[0], q.shape[1],
             k_pool.shape[2], q.shape[2], k_pool.shape[1], block_tables.shape[1], window or 0, scale, softcap or 0.0,
-            _pointer(lse),
+            pointer(lse),
         )  # fmt: skip
         self._paged_attention[q.dtype](byref(arguments))
         return out
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None = None
-    ) -> Callable[[Tensor], Tensor]:
-        """x [T, in] -> x @ weight.T + bias, all of one dtype, or fp32 out, with a private copy of `weight` [out, in]. Sums are
-        fp32, in one order for every row count: a row's bits do not depend on the batch."""
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        old: PackedLinear | None = None,
+        *,
+        out_dtype: torch.dtype | None = None,
+        arena: Arena | None = None,
+    ) -> PackedLinear:
+        """x [T, in] -> x @ weight.T + bias, all of one dtype, or fp32 out, with a private copy of `weight` [out, in]: in `arena`,
+        or in the storage of `old`, which is no longer used. Sums are fp32, in one order for every row count: a row's bits do not
+        depend on the batch."""
         (out_features, in_features), dtype = weight.shape, weight.dtype
-        packed = torch.empty(self._packed_size(out_features, in_features), dtype=dtype)
+        size = self._packed_size(out_features, in_features)
+        if old is not None and old.packed.dtype == dtype and old.packed.numel() == size:
+            packed = old.packed
+        else:
+            packed = torch.empty(size, dtype=dtype) if arena is None else arena.empty(size, dtype)
         weight = weight.contiguous()  # a name keeps it alive for the call
-        _require(dtype, weight)
+        require(dtype, weight)
         self._pack[dtype](weight.data_ptr(), packed.data_ptr(), out_features, in_features)
         bias = None if bias is None else _dense(bias, dtype)
-        linear, out_dtype = self._linear[dtype], out_dtype or dtype
-
-        def product(x: Tensor) -> Tensor:
-            if x.dtype != dtype:
-                raise ValueError(f"packed product: x in {x.dtype}; allowed: {dtype}")
-            x = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, in_features).contiguous()
-            rows = x.shape[0]
-            y = torch.empty(rows, out_features, dtype=out_dtype)
-            stride = x.stride(0) if rows > 1 else in_features
-            linear(byref(_Linear(x.data_ptr(), packed.data_ptr(), _pointer(bias), y.data_ptr(),
-                                 rows, in_features, out_features, stride, out_dtype == torch.float32)))  # fmt: skip
-            return y
-
-        return product
+        return PackedLinear(self._linear[dtype], packed, bias, in_features, out_features, out_dtype or dtype)
 
     def sample(
         self,
@@ -260,7 +281,7 @@ class CpuKernels:
         logits, edited = logits.contiguous(), None if edited is None else edited.contiguous()
         ids, logprobs, raw = torch.empty(rows, dtype=torch.int64), torch.empty(rows), torch.empty(rows)
         arguments = _Sample(
-            logits.data_ptr(), _pointer(edited), temperature.data_ptr(), uniform.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
+            logits.data_ptr(), pointer(edited), temperature.data_ptr(), uniform.data_ptr(), top_p.data_ptr(), min_p.data_ptr(),
             top_k.data_ptr(), ids.data_ptr(), logprobs.data_ptr(), raw.data_ptr(), rows, vocab,
         )  # fmt: skip
         self._sample(byref(arguments))

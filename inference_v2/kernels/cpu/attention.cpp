@@ -274,6 +274,13 @@ void paged_attention(const Attention& a) {
         for (int64_t s = planner.first_key(p) / SPLIT; s <= p / SPLIT; s++)
             parts.push_back({u.request, u.kv_head, 1, u.first, 1, 0, (int32_t)s});
     }
+    if (parts.size() == units.size()) {
+        in_parallel(units.size(), 1, [&](Pieces& pieces) {
+            Worker<T> worker(a, 1);
+            for (int64_t i, end; pieces.next(i, end);) worker.run(units[i]);
+        });
+        return;
+    }
     starts.push_back(parts.size());
     const int64_t state = planner.state_size();
     std::vector<float> found(parts.size() * state);
@@ -287,5 +294,7 @@ void paged_attention(const Attention& a) {
 
 }  // namespace hybrid
 
+template void hybrid::paged_attention<float>(const Attention&);
+template void hybrid::paged_attention<hybrid::bf16>(const Attention&);
 extern "C" void paged_attention_f32(const hybrid::Attention* a) { hybrid::paged_attention<float>(*a); }
 extern "C" void paged_attention_bf16(const hybrid::Attention* a) { hybrid::paged_attention<hybrid::bf16>(*a); }

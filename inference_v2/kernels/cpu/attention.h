@@ -3,24 +3,13 @@
 #include <algorithm>
 #include <vector>
 
-#include "vec.h"
+#include "ops.h"
 
 namespace hybrid {
 
 constexpr int TILE = 64;       // keys
 constexpr int HEADS = 4;       // rows of one query token that are computed together
 constexpr float FAR = -1e30f;  // running maximum before any key: finite, so that FAR - FAR is 0
-
-struct Attention {
-    const void *q, *k_pool, *v_pool;  // [T, num_heads, head_dim], [blocks, block_size, num_kv_heads, head_dim]
-    void* out;                        // [T, num_heads, head_dim]
-    const int32_t *cu_query_lens, *context_lens, *block_tables;  // [R + 1], [R], [R, table_width]
-    const float* sinks;                                          // [num_heads], or null
-    int64_t requests, num_heads, num_kv_heads, head_dim, block_size, table_width;
-    int64_t window;  // 0: none
-    float scale, softcap;  // softcap 0: none
-    float* lse;            // [T, num_heads], or null: log-sum-exp of a query's scores, without the sink
-};
 
 template <class T>
 struct Keys {
@@ -50,9 +39,12 @@ INLINE float soften(const Attention& a, float* row, int low, int high, float& pe
         f32v s = load(row + i * WIDTH) * a.scale;
         if (a.softcap != 0)
             for (int j = 0; j < WIDTH; j++) s[j] = std::tanh(s[j] / a.softcap) * a.softcap;
-        i32v at = lanes + i * WIDTH;
-        scores[i] = (at >= low) & (at < high) ? s : splat(-INFINITY);
-        top = maximum(top, scores[i]);
+        if (low > 0 || high < KEYS) {
+            i32v at = lanes + i * WIDTH;
+            s = (at >= low) & (at < high) ? s : splat(-INFINITY);
+        }
+        scores[i] = s;
+        top = maximum(top, s);
     }
     const float old = peak, now = std::max(old, maximum(top));
     for (int i = 0; i < KEYS / WIDTH; i++) {
@@ -60,7 +52,7 @@ INLINE float soften(const Attention& a, float* row, int low, int high, float& pe
         store(row + i * WIDTH, w);
         sums += w;
     }
-    const float shrink = exp(splat(old - now))[0];
+    const float shrink = old == now ? 1.0f : exp(splat(old - now))[0];
     mass = mass * shrink + sum(sums);
     peak = now;
     return shrink;

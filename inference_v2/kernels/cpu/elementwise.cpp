@@ -1,8 +1,8 @@
 // Norms and activation, forward and backward, and what lies between the qkv projection and attention. Rounding follows reference.py step by step.
 #include <algorithm>
 
+#include "ops.h"
 #include "team.h"
-#include "vec.h"
 
 namespace hybrid {
 
@@ -54,9 +54,7 @@ void silu_and_mul(const GatedRows<T>& a, T* y) {
     for_each_row(a.rows, dim, [&](int64_t i) {
         const T *gate = a.gate + i * a.gate_stride, *up = a.up + i * a.up_stride;
         for (int64_t d = 0; d < dim; d += WIDTH) {
-            f32v g = load(gate + d, dim - d);
-            f32v active = rounded<T>(g / (1.0f + exp(-g)));
-            store(y + i * dim + d, active * load(up + d, dim - d), dim - d);
+            store(y + i * dim + d, gated<T>(load(gate + d, dim - d), load(up + d, dim - d)), dim - d);
         }
     });
 }
@@ -112,16 +110,6 @@ INLINE void rotate(T* x, const T* cos, const T* sin, int64_t half) {
     }
 }
 
-struct EnterAttention {
-    const void *q, *k, *v;            // [T, heads, head_dim], rows `*_stride` apart
-    void *q_out, *k_pool, *v_pool;    // [T, num_heads, head_dim], [slots, num_kv_heads, head_dim]
-    const int64_t *slots, *positions;  // [T]
-    const void *cos, *sin;            // [P, half], or null
-    const void *q_norm, *k_norm;      // [head_dim], or null
-    int64_t tokens, num_heads, num_kv_heads, head_dim, half, q_stride, k_stride, v_stride;
-    float eps;
-};
-
 template <class T>
 void enter_attention(const EnterAttention& a) {
     const int64_t dim = a.head_dim;
@@ -165,5 +153,8 @@ void enter_attention(const EnterAttention& a) {
                                              int64_t rows, int64_t dim) {                                                      \
         hybrid::rms_norm_backward(x, weight, dy, eps, dx, parts, rows, dim);                                                   \
     }                                                                                                                          \
-    extern "C" void enter_attention_##name(const hybrid::EnterAttention* a) { hybrid::enter_attention<T>(*a); }
+    extern "C" void enter_attention_##name(const hybrid::EnterAttention* a) { hybrid::enter_attention<T>(*a); }                \
+    template void hybrid::rms_norm(const T*, const T*, float, T*, int64_t, int64_t, int64_t);                                  \
+    template void hybrid::add_rms_norm(const T*, const T*, const T*, float, T*, T*, int64_t, int64_t);                         \
+    template void hybrid::enter_attention<T>(const EnterAttention&);
 FOR_EACH_DTYPE(EXPORT)

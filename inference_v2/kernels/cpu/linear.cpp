@@ -4,9 +4,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "team.h"
-#include "vec.h"
 #include "amx.h"
+#include "ops.h"
+#include "team.h"
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
@@ -16,14 +16,6 @@ namespace hybrid {
 constexpr int PANEL = 32;  // output features of one packed panel
 constexpr int DEPTH = 32;  // input features of one tile
 constexpr int HALF = PANEL / 2 * DEPTH;  // values of one tile
-
-template <class T>
-struct Linear {
-    const T *x, *packed, *bias;  // [rows, in] rows x_stride apart; see `pack`; [out] or null
-    void* y;                     // [rows, out] of T, or fp32
-    int64_t rows, in, out, x_stride;
-    int32_t y_is_float;
-};
 
 INLINE int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
@@ -235,11 +227,12 @@ INLINE void copy_row(const T* x, V* copy, int64_t in, int64_t depth) {
     for (; k < depth; k += WIDTH) store(copy + k, splat(0.0f));
 }
 
-template <class Panels, class T>
-void linear(const Linear<T>& a) {
+// each(work, x, panel, first row, rows, whether the panel is met for the first time), for `panels` panels and all rows
+template <class Panels, class T, class F>
+void over_panels(const Linear<T>& a, int64_t panels, const F& each) {
     typedef typename Panels::Value Value;
     constexpr int unit = Panels::ROW_BLOCK;
-    const int64_t depth = up(a.in, DEPTH), panels = up(a.out, PANEL) / PANEL;
+    const int64_t depth = up(a.in, DEPTH);
     const int64_t block = up(std::max<int64_t>(unit, Panels::X_BYTES / (depth * sizeof(Value))), unit);  // x stays in the L2 cache
     const bool copied = sizeof(Value) != sizeof(T) || a.in % DEPTH;
     std::unique_ptr<Value[]> copy(copied ? new Value[std::min(block, a.rows) * depth] : nullptr);
@@ -254,21 +247,59 @@ void linear(const Linear<T>& a) {
             Panels work;
             for (int64_t p, end; pieces.next(p, end);)
                 for (; p < end; p++)
-                    for (int64_t m = m0; m < m1; m += unit)
-                        work.panel_rows(a, x, a.packed + p * PANEL * depth, depth, p * PANEL, m, std::min<int64_t>(unit, m1 - m), m == m0);
+                    for (int64_t m = m0; m < m1; m += unit) each(work, x, p, m, std::min<int64_t>(unit, m1 - m), m == m0);
         });
     }
 }
 
-void linear_of(const Linear<float>& a) { linear<Floats<float>>(a); }
-void linear_of(const Linear<bf16>& a) {
+// The fastest way of this CPU
+template <class Panels>
+struct With {
+    typedef Panels Type;
+};
+template <class F>
+void choose_panels(const Linear<float>&, const F& f) {
+    f(With<Floats<float>>{});
+}
+template <class F>
+void choose_panels(const Linear<bf16>&, const F& f) {
 #if defined(__AMX_BF16__)
     static const bool allowed = may_use_tiles();
-    if (allowed) return linear<Tiles>(a);
+    if (allowed) return f(With<Tiles>{});
 #elif defined(__AVX512BF16__)
-    return linear<Pairs>(a);
+    return f(With<Pairs>{});
 #endif
-    linear<Floats<bf16>>(a);
+    f(With<Floats<bf16>>{});
+}
+
+template <class T>
+void linear(const Linear<T>& a) {
+    const int64_t depth = up(a.in, DEPTH);
+    choose_panels(a, [&](auto with) {
+        typedef typename decltype(with)::Type Panels;
+        over_panels<Panels>(a, up(a.out, PANEL) / PANEL, [&](Panels& work, auto x, int64_t p, int64_t row, int rows, bool first) {
+            work.panel_rows(a, x, a.packed + p * PANEL * depth, depth, p * PANEL, row, rows, first);
+        });
+    });
+}
+
+template <class T>
+void gated_linear(const Linear<T>& a) {
+    const int64_t depth = up(a.in, DEPTH), half = a.out / 2;
+    choose_panels(a, [&](auto with) {
+        typedef typename decltype(with)::Type Panels;
+        over_panels<Panels>(a, half / PANEL, [&](Panels& work, auto x, int64_t p, int64_t row, int rows, bool first) {
+            T found[2][Panels::ROW_BLOCK * PANEL];
+            for (int part = 0; part < 2; part++) {
+                const int64_t n0 = part * half + p * PANEL;
+                const Linear<T> block{nullptr, nullptr, a.bias ? a.bias + n0 : nullptr, found[part], rows, a.in, PANEL, 0, false};
+                work.panel_rows(block, {x.at(row), x.stride}, a.packed + n0 * depth, depth, 0, 0, rows, first);
+            }
+            for (int i = 0; i < rows; i++)
+                for (int n = 0; n < PANEL; n += WIDTH)
+                    store((T*)a.y + (row + i) * half + p * PANEL + n, gated<T>(load(found[0] + i * PANEL + n), load(found[1] + i * PANEL + n)));
+        });
+    });
 }
 
 }  // namespace hybrid
@@ -278,6 +309,8 @@ extern "C" int64_t linear_packed_size(int64_t out, int64_t in) { return hybrid::
     extern "C" void linear_pack_##name(const T* weight, T* packed, int64_t out, int64_t in) { \
         hybrid::pack(weight, packed, out, in);                                                \
     }                                                                                         \
-    extern "C" void linear_##name(const hybrid::Linear<T>* a) { hybrid::linear_of(*a); }
+    extern "C" void linear_##name(const hybrid::Linear<T>* a) { hybrid::linear(*a); }   \
+    template void hybrid::linear(const Linear<T>&);                                           \
+    template void hybrid::gated_linear(const Linear<T>&);
 EXPORT(float, f32)
 EXPORT(hybrid::bf16, bf16)

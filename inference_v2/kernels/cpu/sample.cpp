@@ -39,7 +39,9 @@ INLINE float value(const float* z, float peak, float temperature, int64_t i) { r
 INLINE double weight(float v) { return exp(splat(v))[0]; }
 
 INLINE f32v weights(const float* z, float peak, float temperature, int64_t n) {
-    f32v w = exp((load(z, n) - peak) / temperature);
+    f32v v = load(z, n) - peak;
+    if (temperature != 1) v /= temperature;  // a division takes as long as the rest
+    f32v w = exp(v);
     if (n < WIDTH)
         for (int64_t j = n; j < WIDTH; j++) w[j] = 0;
     return w;
@@ -50,11 +52,14 @@ double segment_masses(const float* z, float peak, float temperature, int64_t n, 
     double whole = 0;
     masses.clear();
     for (int64_t s = 0; s < n; s += SEGMENT) {
-        f64v sums{};  // a tail token beside the peak would vanish from an fp32 sum
-        for (int64_t i = s; i < std::min<int64_t>(s + SEGMENT, n); i += WIDTH)
-            sums += __builtin_convertvector(weights(z + i, peak, temperature, n - i), f64v);
+        Doubles sums{};  // a tail token beside the peak would vanish from an fp32 sum
+        for (int64_t i = s; i < std::min<int64_t>(s + SEGMENT, n); i += WIDTH) {
+            Doubles w = doubles(weights(z + i, peak, temperature, n - i));
+            sums.low += w.low, sums.high += w.high;
+        }
         double mass = 0;
-        for (int j = 0; j < WIDTH; j++) mass += sums[j];
+        for (int j = 0; j < WIDTH / 2; j++) mass += sums.low[j];
+        for (int j = 0; j < WIDTH / 2; j++) mass += sums.high[j];
         masses.push_back(mass);
         whole += mass;
     }

@@ -20,7 +20,7 @@ typedef float f32v __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t i32v __attribute__((vector_size(4 * WIDTH)));
 typedef uint32_t u32v __attribute__((vector_size(4 * WIDTH)));
 typedef uint16_t u16v __attribute__((vector_size(2 * WIDTH)));
-typedef double f64v __attribute__((vector_size(8 * WIDTH)));
+typedef double f64v __attribute__((vector_size(4 * WIDTH)));  // half as many lanes
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -96,6 +96,21 @@ INLINE f32v rounded<bf16>(f32v v) {
     u32v bits = (u32v)v;
     f32v near = (f32v)((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
     return v != v ? v : near;
+}
+
+// The lower and the upper lanes as doubles
+struct Doubles {
+    f64v low, high;
+};
+INLINE Doubles doubles(f32v v) {
+#if defined(__AVX512F__)
+    return {(f64v)_mm512_cvtps_pd(_mm512_castps512_ps256((__m512)v)), (f64v)_mm512_cvtps_pd(_mm512_extractf32x8_ps((__m512)v, 1))};
+#else
+    typedef float half __attribute__((vector_size(2 * WIDTH)));
+    half parts[2];
+    memcpy(parts, &v, sizeof v);
+    return {__builtin_convertvector(parts[0], f64v), __builtin_convertvector(parts[1], f64v)};
+#endif
 }
 
 INLINE f32v maximum(f32v a, f32v b) { return a > b ? a : b; }

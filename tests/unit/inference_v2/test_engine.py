@@ -459,7 +459,7 @@ def test_logits_are_formed_a_few_rows_at_a_time(monkeypatch):
     seen = []
     logits = Head.logits
     monkeypatch.setattr(runner, "LOGIT_BYTES", 8 * 4 * VOCAB)
-    monkeypatch.setattr(Head, "logits", lambda self, hidden: seen.append(len(hidden)) or logits(self, hidden))
+    monkeypatch.setattr(Head, "logits", lambda self, hidden, into=None: seen.append(len(hidden)) or logits(self, hidden))
     engine = fake_engine()
     (scored,) = engine.score([PROMPT])
     assert max(seen) == 8

@@ -283,7 +283,7 @@ def test_packed_products_are_exact_and_a_row_is_alone_what_it_is_in_a_batch(
     added = torch.randn(out_features, generator=generator).to(dtype) if bias else None
     x = torch.randn(101, in_features + 3, generator=generator).to(dtype)[:, :in_features]  # rows lie apart
     want = x.double() @ weight.double().T + (0 if added is None else added.double())
-    product = KERNELS.pack_linear(weight, added, torch.float32)
+    product = KERNELS.pack_linear(weight, added, out_dtype=torch.float32)
     weight.fill_(float("nan"))  # the copy is private
     whole = product(x)
     torch.testing.assert_close(whole.double(), want, rtol=0, atol=2e-6 * float(want.abs().max()))
@@ -300,7 +300,7 @@ def test_a_weight_that_is_a_view_is_packed_as_what_it_shows_and_another_dtype_is
         pytest.skip("this build has no packed product")
     generator = torch.Generator().manual_seed(0)
     weight, x = torch.randn(512, 700, generator=generator).bfloat16().t(), torch.randn(5, 512, generator=generator).bfloat16()
-    got = KERNELS.pack_linear(weight, None, torch.float32)(x)
+    got = KERNELS.pack_linear(weight, None, out_dtype=torch.float32)(x)
     torch.testing.assert_close(got, x.float() @ weight.float().t(), rtol=0, atol=1e-3)
     with pytest.raises(ValueError, match=r"x in torch\.float32; allowed: torch\.bfloat16"):
         KERNELS.pack_linear(weight, None)(x.float())
