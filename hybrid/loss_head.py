@@ -23,7 +23,10 @@ TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 # would be the largest tensor of a step. An fp32 head is used as it is, in one piece.
 CONVERTED_BYTES = 32 * 2**20
 PACKED_BYTES = 64 * 2**20  # of packed rows held for the loss: a whole copy of a large head would be the largest tensor of a step
-LOGIT_BYTES = 64 * 2**20  # fp32 logits of one chunk, where its length is not given; a divergence holds about eight such tensors
+NARROWED_AT_ONCE = 2**22  # values of a gradient
+LOGIT_BYTES = (
+    64 * 2**20
+)  # fp32 logits of one chunk, where its length is not given; a divergence holds two such tensors, or about eight in PyTorch
 
 
 def cross_entropy(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -179,4 +182,17 @@ class _KnownGradients(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("chunked_loss: backward ran a second time; its gradients are scaled in place, so call it anew")
-        return None, None, *(g if g is None else g.mul_(grad_output).to(t) for g, t in zip(gradients, ctx.dtypes))
+        return None, None, *(g if g is None else _narrowed(g.mul_(grad_output), t) for g, t in zip(gradients, ctx.dtypes))
+
+
+def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in a dtype that is no wider, in the memory of `x`, which is used up: a second copy of a large head's gradient would be
+    the peak of a step."""
+    if x.dtype == dtype:
+        return x
+    wide = x.view(-1)
+    narrow = wide.view(dtype)[: wide.numel()]
+    for start in range(0, wide.numel(), NARROWED_AT_ONCE):  # what is written over has been read
+        part = slice(start, start + NARROWED_AT_ONCE)
+        narrow[part] = wide[part].to(dtype)
+    return narrow.view(x.shape)

@@ -63,7 +63,7 @@ class OPSD:
     @contextmanager
     def token_loss(self) -> Iterator[TokenLoss]:
         with self.teacher.head() as head:
-            yield with_first_token(divergence_token_loss(self.config.loss, head, self.temperature))
+            yield with_first_token(divergence_token_loss(self.config.loss, head, self.temperature, self.engine.model.kernels))
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         share = means.pop("first_token", 0.0)

@@ -39,7 +39,7 @@ class SFT:
 
     @contextmanager
     def token_loss(self) -> Iterator[TokenLoss]:
-        yield cross_entropy_token_loss(self.temperature)
+        yield cross_entropy_token_loss(self.temperature, self.engine.model.kernels)
 
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         return means

@@ -15,6 +15,7 @@ from torch import Tensor
 from inference_v2.kernels import reference
 from inference_v2.kernels.cpu import DTYPES as CPU_DTYPES
 from inference_v2.kernels.cpu import BuildError, load_kernels
+from inference_v2.kernels.cpu.divergence import token_loss
 from inference_v2.kernels.cpu.stack import stack_binder
 from inference_v2.kernels.sampling import sample
 from inference_v2.kernels.triton import TritonMissing
@@ -35,6 +36,7 @@ class Kernels:
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[..., tuple[Tensor, Tensor, Tensor]]
     pack_linear: Callable[..., Callable[[Tensor], Tensor]] | None = None  # None: torch's linear layers
+    token_loss: Callable[..., dict[str, Tensor]] | None = None  # cross-entropy and KLs with their gradients (cpu/divergence.py)
     bind_layers: Callable[..., Any] | None = None  # all layers in one call, from spec and weights; gives None where it cannot
 
 
@@ -61,6 +63,7 @@ def cpu_kernels(march: str = "native") -> Kernels:
         silu_and_mul=cpu.silu_and_mul,
         sample=cpu.sample,
         pack_linear=cpu.pack_linear,
+        token_loss=functools.partial(token_loss, march=march),
         bind_layers=stack_binder(march),
     )
 

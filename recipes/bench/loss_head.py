@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from hybrid.batch import Batch
-from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, head_logits, pack_head, tokens_per_chunk
+from hybrid.loss_head import TokenLoss, chunked_loss, head_logits, pack_head, tokens_per_chunk
 from inference_v2.head import Head
 from inference_v2.kernels import get_kernels
+from inference_v2.kernels.cpu import PackedLinear
 from recipes.bench.machine import machine, versions
 from recipes.bench.measure import peak_resident_bytes, reset_peak, resident_bytes, seconds_of, spread, threads
 from trainers.config import DistillLoss
-from trainers.losses import divergence_token_loss
+from trainers.losses import cross_entropy_token_loss, divergence_token_loss
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             "memory_rise_bytes": rose,
             "gradient_bytes": gradients,
             "beyond_gradients_bytes": rose - gradients,
-            "packed_head_bytes": 0 if head_of_step().product is None else weight.nbytes,
+            "packed_head_bytes": weight.nbytes if isinstance(head_of_step().product, PackedLinear) else 0,
             "peak_was_reset": exact,
             "peak_memory_bytes": peak,
             "machine": machine(),
@@ -90,8 +91,8 @@ def _batch(args: argparse.Namespace, teacher_hidden: torch.Tensor) -> Batch:
 
 def _token_loss(args: argparse.Namespace, weight: torch.Tensor, kernels: Any) -> TokenLoss:
     if args.loss == "cross_entropy":
-        return cross_entropy
-    return divergence_token_loss(DistillLoss(divergence=args.loss), pack_head(Head(weight), kernels), 1.0)
+        return cross_entropy_token_loss(1.0, kernels)
+    return divergence_token_loss(DistillLoss(divergence=args.loss), pack_head(Head(weight), kernels), 1.0, kernels)
 
 
 @torch.no_grad()

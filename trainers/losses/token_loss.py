@@ -10,14 +10,20 @@ from torch import Tensor
 from hybrid.batch import Batch
 from hybrid.loss_head import TokenLoss, head_logits
 from inference_v2.head import Head
+from inference_v2.kernels import REFERENCE, Kernels
 from trainers.config import DistillLoss
 from trainers.losses import divergence as D
+from trainers.losses.fused import fused_loss, kind_of, runs
 
 
-def cross_entropy_token_loss(temperature: float = 1.0) -> TokenLoss:
+def cross_entropy_token_loss(temperature: float = 1.0, kernels: Kernels = REFERENCE) -> TokenLoss:
     """-log softmax(z / temperature) at the target. Metrics: `accuracy`, `entropy`."""
 
     def token_loss(logits: Float[Tensor, "C V"], chunk: Batch) -> tuple[Float[Tensor, " C"], dict[str, Tensor]]:
+        if runs(kernels, logits):
+            gradient = torch.empty_like(logits, requires_grad=False)
+            found = fused_loss(kernels, "cross_entropy", logits, gradient, chunk.targets, temperature)
+            return found["loss"], {"accuracy": found["agreement"], "entropy": found["student_entropy"]}
         log_s = _log_softmax(logits, temperature)
         with torch.no_grad():
             metrics = {"accuracy": (log_s.argmax(-1) == chunk.targets).float(), "entropy": _entropy(log_s)}
@@ -26,7 +32,7 @@ def cross_entropy_token_loss(temperature: float = 1.0) -> TokenLoss:
     return token_loss
 
 
-def divergence_token_loss(loss: DistillLoss, teacher_head: Head, temperature: float) -> TokenLoss:
+def divergence_token_loss(loss: DistillLoss, teacher_head: Head, temperature: float, kernels: Kernels = REFERENCE) -> TokenLoss:
     """The divergence that `loss` names between softmax(z / temperature) of the teacher and of the student.
 
     Both logits are cut to the common vocabulary, `min` of the two heads' `vocab_size`, before any softmax. The teacher's are
@@ -40,25 +46,33 @@ def divergence_token_loss(loss: DistillLoss, teacher_head: Head, temperature: fl
     tokens whose divergence a clip lowered) and `cross_entropy`. Raises ValueError if the chunk lacks a field it needs.
     """
 
+    kind = kind_of(loss)
+
     def token_loss(logits: Float[Tensor, "C V"], chunk: Batch) -> tuple[Float[Tensor, " C"], dict[str, Tensor]]:
         hidden = _needed(chunk.teacher_hidden, "teacher_hidden", "run the teacher's scorer on the batch before the loss")
         common = min(logits.shape[-1], teacher_head.vocab_size)
-        logits = logits[:, :common]
+        if common < logits.shape[-1]:  # even a slice of everything has a gradient of its own size
+            logits = logits[:, :common]
         with torch.no_grad():
             teacher = head_logits(teacher_head, hidden.to(logits.device))[:, :common]
-            log_t = _log_softmax(teacher, temperature)
+        if kind is not None and runs(kernels, logits):
+            metrics = fused_loss(kernels, kind, logits, teacher, chunk.targets, temperature)
+            per_token = unclipped = metrics.pop("loss")
+            metrics["top1_agreement"] = metrics.pop("agreement")
+        else:
+            log_t, log_s = _log_softmax(teacher, temperature), _log_softmax(logits, temperature)
             del teacher
-        log_s = _log_softmax(logits, temperature)
-        support = _support(loss, log_t, log_s)
-        per_token = full = _divergence(loss, log_t, log_s, support, chunk, loss.clip_element)
+            support = _support(loss, log_t, log_s)
+            per_token = unclipped = _divergence(loss, log_t, log_s, support, chunk, loss.clip_element)
+            with torch.no_grad():
+                metrics = _metrics(log_t, log_s, support, chunk.targets)
+                if loss.clip_element is not None:
+                    unclipped = _divergence(loss, log_t, log_s, support, chunk, None)
         if loss.clip_token is not None:
-            per_token = full.clamp(max=loss.clip_token)
-        with torch.no_grad():
-            metrics = {"divergence": per_token.detach(), **_metrics(log_t, log_s, support, chunk.targets)}
-            if loss.clip_element is not None:
-                full = _divergence(loss, log_t, log_s, support, chunk, None)
-            if full is not per_token:
-                metrics["clipped"] = (full - per_token > 1e-6).float()
+            per_token = per_token.clamp(max=loss.clip_token)
+        metrics["divergence"] = per_token.detach()
+        if unclipped is not per_token:
+            metrics["clipped"] = (unclipped.detach() - per_token.detach() > 1e-6).float()
         if loss.cross_entropy > 0:
             on_policy = _needed(chunk.on_policy, "on_policy", "say which positions belong to given responses")
             mle = torch.where(on_policy, 0.0, F.cross_entropy(logits, chunk.targets, reduction="none"))

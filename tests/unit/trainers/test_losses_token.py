@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from cpu_builds import BUILDS
 from torch import Tensor
 
 from hybrid.batch import Batch
 from hybrid.loss_head import chunked_loss
 from inference_v2.head import Head
+from inference_v2.kernels import REFERENCE, BuildError, cpu_kernels, get_kernels
 from trainers.config import DistillLoss
 from trainers.losses import cross_entropy_token_loss, divergence, divergence_token_loss
 from trainers.opsd import with_first_token
@@ -272,3 +275,67 @@ def test_every_named_divergence_of_the_config_is_built() -> None:
 def test_a_setting_that_the_divergence_would_ignore_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="with divergence="):
         DistillLoss(**settings)
+
+
+FUSED = {
+    "forward_kl": {"divergence": "forward_kl"},
+    "reverse_kl": {"divergence": "reverse_kl"},
+    "jsd at its ends": {"divergence": "jsd", "beta": 1.0},
+    "clip_token": {"divergence": "reverse_kl", "clip_token": 0.5},
+    "with cross-entropy": {"divergence": "forward_kl", "cross_entropy": 0.3},
+    "cross_entropy": None,
+}
+
+
+@pytest.mark.parametrize("march", BUILDS.values(), ids=BUILDS)
+@pytest.mark.parametrize("vocab", [37, 700])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("settings", FUSED.values(), ids=FUSED)
+def test_the_kernels_losses_are_the_plain_ones(
+    settings: dict[str, Any] | None, temperature: float, vocab: int, march: str
+) -> None:
+    """Values, gradients and metrics, also where a logit rules its token out for both models, or the student's for itself."""
+    try:
+        kernels = cpu_kernels(march)
+    except BuildError as error:
+        pytest.skip(str(error))
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(N, vocab + 3, generator=generator)
+    teacher = Head(torch.randn(vocab, 6, generator=generator))
+    batch = make_batch(vocab=vocab)
+    logits[2, batch.targets[2] - 1] = -math.inf
+    found = []
+    for backend in (REFERENCE, kernels):
+        if settings is None:
+            token_loss = cross_entropy_token_loss(temperature, backend)
+        else:
+            token_loss = divergence_token_loss(DistillLoss(**settings), teacher, temperature, backend)
+        z = logits.double().float().requires_grad_()
+        per_token, metrics = token_loss(z, batch)
+        (grad,) = torch.autograd.grad(per_token, z, torch.linspace(-1, 2, N))
+        found.append({"loss": per_token.detach(), "gradient": grad, **metrics})
+    want, got = found
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(
+            got[name], want[name], rtol=2e-6, atol=1e-5, equal_nan=True, msg=lambda m, name=name: f"{name}: {m}"
+        )
+    same = divergence_token_loss(DistillLoss(**(settings or FUSED["reverse_kl"])), Head(torch.eye(vocab)), temperature, kernels)
+    z = logits[3:4, :vocab].clone().requires_grad_()
+    one = replace(batch.select(3, 4), teacher_hidden=z.detach(), on_policy=torch.tensor([True]))
+    per_token, _ = same(z, one)
+    assert per_token.item() == 0
+    assert not torch.autograd.grad(per_token.sum(), z)[0].any()
+
+
+def test_the_kernels_gradient_is_taken_once_and_a_target_outside_is_refused() -> None:
+    kernels = get_kernels("auto", "cpu", torch.float32)
+    if kernels.token_loss is None:
+        pytest.skip("no compiled kernels here")
+    z, batch = torch.randn(N, 37, requires_grad=True), make_batch()
+    per_token, _ = cross_entropy_token_loss(1.0, kernels)(z, batch)
+    per_token.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="a second time"):
+        per_token.sum().backward()
+    with pytest.raises(ValueError, match=r"targets .*allowed"):
+        cross_entropy_token_loss(1.0, kernels)(z[:, :5], batch)
