@@ -21,8 +21,9 @@ TokenLoss = Callable[[Tensor, Batch], tuple[Tensor, dict[str, Tensor]]]
 
 # A head that is not in fp32 is converted this many bytes of fp32 rows at a time: a whole converted copy (0.5 GB for 152k x 896)
 # would be the largest tensor of a step. An fp32 head is used as it is, in one piece.
-CONVERTED_BYTES = 32 * 2**20
-PACKED_BYTES = 64 * 2**20  # of packed rows held for the loss: a whole copy of a large head would be the largest tensor of a step
+CONVERTED_BYTES = 16 * 2**20
+HELD_BYTES = 64 * 2**20  # of packed rows held for the loss: a whole copy of a large head would be the largest tensor of a step
+PACKED_BYTES = 16 * 2**20  # of a larger head's rows, packed for one product
 NARROWED_AT_ONCE = 2**22  # values of a gradient
 LOGIT_BYTES = (
     64 * 2**20
@@ -45,7 +46,7 @@ def pack_head(head: Head, kernels: Kernels) -> Head:
     pack, weight = kernels.pack_linear, head.weight.detach()
     rows = max(1, PACKED_BYTES // (weight.shape[1] * weight.itemsize))
     packable = pack is not None and weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and head.product is None
-    if not packable or head.vocab_size <= rows:
+    if not packable or weight[: head.vocab_size].nbytes <= HELD_BYTES:
         return head.packed(kernels)
     assert pack is not None
 
@@ -53,7 +54,7 @@ def pack_head(head: Head, kernels: Kernels) -> Head:
         logits = torch.empty(x.shape[0], head.vocab_size)
         for start in range(0, head.vocab_size, rows):
             stop = min(start + rows, head.vocab_size)
-            logits[:, start:stop] = pack(weight[start:stop], None, out_dtype=torch.float32)(x)
+            pack(weight[start:stop], None, out_dtype=torch.float32)(x, logits[:, start:stop])
         return logits
 
     return replace(head, product=product)
@@ -156,13 +157,14 @@ def _one_chunk(
 def _add_gradients(grad: Tensor, hidden: Tensor, head: Head, gradients: list[Tensor | None], cut: slice) -> None:
     """From d loss / d (hidden @ weight.T + bias) [C, V] to the three gradients."""
     of_hidden, of_weight, of_bias = gradients
-    if of_hidden is not None:
-        row_grad = torch.zeros_like(hidden)
-        for rows, block in _row_blocks(head):
+    row_grad = torch.zeros_like(hidden)
+    for rows, block in _row_blocks(head):  # BLAS libraries keep buffers as large as their largest product
+        if of_hidden is not None:
             row_grad.addmm_(grad[:, rows], block.weight.float())
+        if of_weight is not None:
+            of_weight[rows].addmm_(grad[:, rows].T, hidden)
+    if of_hidden is not None:
         of_hidden[cut] = row_grad
-    if of_weight is not None:
-        of_weight[: head.vocab_size].addmm_(grad.T, hidden)
     if of_bias is not None:
         of_bias[: head.vocab_size] += grad.sum(0)
 

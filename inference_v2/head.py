@@ -50,15 +50,15 @@ class Head:
 
     def logits(self, hidden: Tensor, into: Tensor | None = None) -> Tensor:
         """[*, H] in any float dtype -> fp32 [*, vocab_size]. The product is exact, its sums are fp32; a packed head takes bf16
-        hidden states, and may leave its result in the flat fp32 memory `into`: new memory of this size costs as much as the
-        product of a few rows."""
+        hidden states, and may leave its result in the first rows of `into` [T or more, vocab_size] fp32: new memory of this
+        size costs as much as the product of a few rows."""
         n = self.vocab_size
         bias = None if self.bias is None else self.bias[:n].float()
         if self.product is None or (torch.is_grad_enabled() and hidden.requires_grad):  # a packed product has no backward
             z = F.linear(hidden.float(), self.weight[:n].float(), bias)
         else:
             rows = hidden.to(torch.bfloat16).reshape(-1, hidden.shape[-1])
-            z = (self.product(rows) if into is None else self.product(rows, into)).view(*hidden.shape[:-1], n)
+            z = (self.product(rows) if into is None else self.product(rows, into[: len(rows)])).view(*hidden.shape[:-1], n)
             if bias is not None:
                 z += bias
         if self.scale != 1.0:

@@ -73,7 +73,7 @@ class Runner:
         # Only Triton's kernels never wait for the host. Tests set this on a CPU, where the buffers are static without a graph.
         self._static_decodes = cuda_graphs and device.type == "cuda" and decoder.kernels.name == "triton"
         self._graphs: DecodeGraphs | None = None
-        self._logits = torch.empty(0)
+        self._logits = torch.empty(0, 0)
         self.num_forwards = 0
 
     @property
@@ -82,7 +82,7 @@ class Runner:
         return 0 if self._cache is None else self._cache.nbytes
 
     def release(self) -> None:
-        self._cache, self._graphs, self._logits = None, None, torch.empty(0)
+        self._cache, self._graphs, self._logits = None, None, torch.empty(0, 0)
 
     @torch.no_grad()
     def run(self, plan: Plan, weights: ModelWeights, jobs: Mapping[int, ScoreJob]) -> list[DrawnToken]:
@@ -122,12 +122,12 @@ class Runner:
         columns = zip(plan.chunks, tokens.token_ids, tokens.logprobs, tokens.logprobs_raw)
         return [DrawnToken(chunk.seq, chunk.seq, token, logprob, raw) for chunk, token, logprob, raw in columns]
 
-    def _memory(self, size: int) -> Tensor | None:
+    def _memory(self, rows: int, vocab_size: int) -> Tensor | None:
         """For logits of the CPU, the same at every step."""
         if self._device.type != "cpu":
             return None
-        if self._logits.numel() < size:
-            self._logits = advised(torch.empty(size))
+        if len(self._logits) < rows:
+            self._logits = advised(torch.empty(rows, vocab_size))
         return self._logits
 
     def _read(self, plan: Plan, jobs: Mapping[int, ScoreJob], hidden: Tensor, head: Head) -> list[DrawnToken]:
@@ -150,7 +150,7 @@ class Runner:
         for i in range(0, len(rows), rows_at_once):
             part = slice(i, i + rows_at_once)
             chosen = hidden[torch.tensor(rows[part], device=hidden.device)]
-            logits = head.logits(chosen, self._memory(len(chosen) * head.vocab_size))
+            logits = head.logits(chosen, self._memory(len(chosen), head.vocab_size))
             tokens = sampler.draw(logits, [_draw_of(seq) for seq, _ in pairs[part]], self._decoder.kernels.sample)
             columns = zip(pairs[part], tokens.token_ids, tokens.logprobs, tokens.logprobs_raw)
             drawn += [DrawnToken(seq, leader, token, logprob, raw) for (seq, leader), token, logprob, raw in columns]

@@ -49,7 +49,7 @@ class _Attention(Structure):
 class _Linear(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("x", "packed", "bias", "y")),
-        *((name, c_int64) for name in ("rows", "in_features", "out_features", "x_stride")),
+        *((name, c_int64) for name in ("rows", "in_features", "out_features", "x_stride", "y_stride")),
         ("y_is_float", c_int32),
     ]
 
@@ -101,19 +101,18 @@ class PackedLinear:
         self._function, self._out_dtype = function, out_dtype
 
     def __call__(self, x: Tensor, into: Tensor | None = None) -> Tensor:
-        """`into`: memory for the result, of its dtype and at least as many values."""
+        """`into` [T, out]: where the result goes; its rows may lie apart."""
         if x.dtype != self.packed.dtype:
             raise ValueError(f"packed product: x in {x.dtype}; allowed: {self.packed.dtype}")
         x = x if x.dim() == 2 and x.stride(1) == 1 else x.reshape(-1, self.in_features).contiguous()
         rows = x.shape[0]
-        if into is None:
-            y = torch.empty(rows, self.out_features, dtype=self._out_dtype)
-        else:
-            y = into[: rows * self.out_features].view(rows, self.out_features)
-            require(self._out_dtype, y)
+        y = torch.empty(rows, self.out_features, dtype=self._out_dtype) if into is None else into
+        if y.shape != (rows, self.out_features) or y.dtype != self._out_dtype or y.stride(1) != 1:
+            given = f"{y.dtype} {tuple(y.shape)}, strides {y.stride()}"
+            raise ValueError(f"packed product into {given}; allowed: {self._out_dtype} {(rows, self.out_features)}, dense rows")
         stride = x.stride(0) if rows > 1 else self.in_features
         self._function(byref(_Linear(x.data_ptr(), self.packed.data_ptr(), pointer(self.bias), y.data_ptr(), rows,
-                                     self.in_features, self.out_features, stride, self._out_dtype == torch.float32)))  # fmt: skip
+                                     self.in_features, self.out_features, stride, y.stride(0), self._out_dtype == torch.float32)))  # fmt: skip
         return y
 
 

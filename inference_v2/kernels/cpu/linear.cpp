@@ -46,9 +46,9 @@ INLINE void write(const Linear<T>& a, int64_t row, int64_t feature, f32v v) {
     if (n <= 0) return;
     if (a.bias) v += load(a.bias + feature, n);
     if (a.y_is_float)
-        store((float*)a.y + row * a.out + feature, v, n);
+        store((float*)a.y + row * a.y_stride + feature, v, n);
     else
-        store((T*)a.y + row * a.out + feature, v, n);
+        store((T*)a.y + row * a.y_stride + feature, v, n);
 }
 
 // The activations that a block of rows is computed from
@@ -292,7 +292,7 @@ void gated_linear(const Linear<T>& a) {
             T found[2][Panels::ROW_BLOCK * PANEL];
             for (int part = 0; part < 2; part++) {
                 const int64_t n0 = part * half + p * PANEL;
-                const Linear<T> block{nullptr, nullptr, a.bias ? a.bias + n0 : nullptr, found[part], rows, a.in, PANEL, 0, false};
+                const Linear<T> block{nullptr, nullptr, a.bias ? a.bias + n0 : nullptr, found[part], rows, a.in, PANEL, 0, PANEL, false};
                 work.panel_rows(block, {x.at(row), x.stride}, a.packed + n0 * depth, depth, 0, 0, rows, first);
             }
             for (int i = 0; i < rows; i++)

@@ -9,8 +9,8 @@ namespace hybrid {
 template <class T>
 struct Linear {
     const T *x, *packed, *bias;  // [rows, in] rows x_stride apart; see `pack`; [out] or null
-    void* y;                     // [rows, out] of T, or fp32
-    int64_t rows, in, out, x_stride;
+    void* y;                     // [rows, out] of T, or fp32, rows y_stride apart
+    int64_t rows, in, out, x_stride, y_stride;
     int32_t y_is_float;
 };
 

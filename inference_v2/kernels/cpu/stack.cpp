@@ -67,7 +67,7 @@ class StackRun {
 
    private:
     Linear<T> product(const T* x, const void* packed, const void* bias, T* y, int64_t in, int64_t out) const {
-        return {x, (const T*)packed, (const T*)bias, y, a.tokens, in, out, in, false};
+        return {x, (const T*)packed, (const T*)bias, y, a.tokens, in, out, in, out, false};
     }
 
     // The residual with the last branch added, normed: the input of the next branch

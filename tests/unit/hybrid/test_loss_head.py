@@ -147,6 +147,7 @@ def test_a_large_head_is_packed_in_blocks_with_the_bits_of_a_whole_one(monkeypat
     kernels = get_kernels("auto", "cpu", torch.bfloat16)
     hidden, weight, _ = (leaf.detach().bfloat16() for leaf in leaves())
     whole = pack_head(Head(weight, vocab_limit=37), kernels)
+    monkeypatch.setattr(loss_head, "HELD_BYTES", 0)
     monkeypatch.setattr(loss_head, "PACKED_BYTES", 7 * weight.shape[1] * 2)
     assert torch.equal(pack_head(Head(weight, vocab_limit=37), kernels).logits(hidden), whole.logits(hidden))
 
@@ -380,3 +381,13 @@ def test_chunks_shrink_as_the_vocabulary_grows():
     assert tokens_per_chunk(narrow, None) == 341
     assert tokens_per_chunk(wide, None) == 110
     assert tokens_per_chunk(wide, 7) == 7
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1000])
+def test_a_gradient_is_narrowed_in_its_own_memory(monkeypatch, at_once: int) -> None:
+    monkeypatch.setattr(loss_head, "NARROWED_AT_ONCE", at_once)
+    wide = torch.randn(13, 9, generator=torch.Generator().manual_seed(0))
+    want, memory = wide.to(torch.bfloat16), wide.data_ptr()
+    got = loss_head._narrowed(wide, torch.bfloat16)
+    assert torch.equal(got, want)
+    assert got.data_ptr() == memory
