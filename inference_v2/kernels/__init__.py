@@ -35,7 +35,7 @@ class Kernels:
     paged_attention: Callable[..., Tensor]
     silu_and_mul: Callable[[Tensor], Tensor]
     sample: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    pack_linear: Callable[..., Callable[[Tensor], Tensor]] | None = None  # None: torch's linear layers
+    pack_linear: Callable[..., Callable[..., Tensor]] | None = None  # None: torch's linear layers
     token_loss: Callable[..., dict[str, Tensor]] | None = None  # cross-entropy and KLs with their gradients (cpu/divergence.py)
     bind_layers: Callable[..., Any] | None = None  # all layers in one call, from spec and weights; gives None where it cannot
 

@@ -111,8 +111,11 @@ class PackedLinear:
             given = f"{y.dtype} {tuple(y.shape)}, strides {y.stride()}"
             raise ValueError(f"packed product into {given}; allowed: {self._out_dtype} {(rows, self.out_features)}, dense rows")
         stride = x.stride(0) if rows > 1 else self.in_features
-        self._function(byref(_Linear(x.data_ptr(), self.packed.data_ptr(), pointer(self.bias), y.data_ptr(), rows,
-                                     self.in_features, self.out_features, stride, y.stride(0), self._out_dtype == torch.float32)))  # fmt: skip
+        arguments = _Linear(
+            x.data_ptr(), self.packed.data_ptr(), pointer(self.bias), y.data_ptr(), rows, self.in_features, self.out_features,
+            stride, y.stride(0), self._out_dtype == torch.float32,
+        )  # fmt: skip
+        self._function(byref(arguments))
         return y
 
 

@@ -67,9 +67,9 @@ class Worker {
     void run_split(const Unit& u, float* out) {
         begin(u);
         one_split(u, u.split);
-        out = std::copy(running.total.begin(), running.total.begin() + group * padded, out);
-        out = std::copy(running.peak.begin(), running.peak.begin() + group, out);
-        std::copy(running.mass.begin(), running.mass.begin() + group, out);
+        out = std::copy(running.total.data(), running.total.data() + group * padded, out);
+        out = std::copy(running.peak.data(), running.peak.data() + group, out);
+        std::copy(running.mass.data(), running.mass.data() + group, out);
     }
 
     // Merge the splits of a unit of one query from `parts` [splits, state]
@@ -107,10 +107,10 @@ class Worker {
         }
     }
 
-    // Where the tile of keys and values from `first` on is, on its way to the cache
+    // Where the tile of keys and values from `first` on is
     void locate(const Unit& u, const Walk& w, int64_t first, Keys<T>& found) const {
         const int32_t* table = a.block_tables + request(u, w.first) * a.table_width;
-        const int64_t row = a.num_kv_heads * a.head_dim, bytes = a.head_dim * sizeof(T);
+        const int64_t row = a.num_kv_heads * a.head_dim;
         const int count = std::min<int64_t>(TILE, w.end - first);
         int64_t block = first / a.block_size, offset = first % a.block_size;
         for (int j = 0; j < count; block++, offset = 0) {
@@ -119,12 +119,9 @@ class Worker {
             for (int i = 0; i < many; i++, j++) {
                 found.k[j] = (const T*)a.k_pool + at + i * row;
                 found.v[j] = (const T*)a.v_pool + at + i * row;
-                for (int64_t line = 0; line < bytes; line += 64) {
-                    __builtin_prefetch((const char*)found.k[j] + line, 0, 2);
-                    __builtin_prefetch((const char*)found.v[j] + line, 0, 2);
-                }
             }
         }
+        found.count = count;
         for (int i = w.first; i < w.last; i++) {
             int64_t p = position(u, i);
             found.low[i - w.first] = std::min<int64_t>(TILE, std::max<int64_t>(0, first_key(p) - first));
@@ -157,13 +154,17 @@ class Worker {
 #endif
             int64_t later = first + TILE;
             if (later >= w.end && ++next < walks.size()) later = walks[next].begin;
+            keys[1 - turn].count = 0;
             if (next < walks.size()) locate(u, walks[next], later, keys[1 - turn]);
-            if (!attend_amx(w, keys[turn], rows)) vector_tile(a, keys[turn], w.last - w.first, q, padded, group, running, w.first * group);
+            if (!attend_amx(w, keys[turn], keys[1 - turn], rows)) {
+                keys[1 - turn].fetch(0, TILE, a.head_dim);
+                vector_tile(a, keys[turn], w.last - w.first, q, padded, group, running, w.first * group);
+            }
             first = later;
         }
     }
 
-    bool attend_amx(const Walk& w, const Keys<T>& tile, int64_t rows) {
+    bool attend_amx(const Walk& w, const Keys<T>& tile, const Keys<T>& next, int64_t rows) {
 #if defined(__AMX_BF16__)
         if constexpr (std::is_same<T, bf16>::value) {
             if (!amx) return false;
@@ -172,13 +173,13 @@ class Worker {
                 if (tile.low[i] < tile.high[i]) first = std::min(first, tile.low[i]), last = std::max(last, tile.high[i]);
             bool mixed = false;
             for (int i = 0; i < w.last - w.first; i++) mixed = mixed || tile.low[i] != first || tile.high[i] != last;
-            if (!amx->take(tile, first, last, mixed)) return false;
+            if (!amx->take(tile, next, first, last, mixed)) return false;
             for (int64_t row = 0; row < rows; row += 16)
-                amx->attend(a, tile, last, row, std::min<int64_t>(16, rows - row), group, padded, running, w.first * group + row);
+                amx->attend(a, tile, row ? tile : next, last, row, std::min<int64_t>(16, rows - row), group, padded, running, w.first * group + row);
             return true;
         }
 #endif
-        (void)w, (void)tile, (void)rows;
+        (void)w, (void)tile, (void)next, (void)rows;
         return false;
     }
 
@@ -215,7 +216,7 @@ class Worker {
     const Attention& a;
     const int64_t group, padded;
     const AttendRows<T> vector_tile;
-    std::vector<T> queries;  // [rows, padded]
+    Buffer<T> queries;  // [rows, padded]
     Softmax running, merged;
     Keys<T> keys[2];  // of this tile and the next
     std::vector<Walk> walks;

@@ -16,17 +16,27 @@ struct Keys {
     const T* k[TILE];
     const T* v[TILE];
     int low[TILE], high[TILE];  // of each query token of the unit: it sees keys low : high of the tile
+    int count = 0;
+
+    // Keys and values first : last, if there are so many, on their way to the cache
+    INLINE void fetch(int first, int last, int64_t dim) const {
+        for (int j = first; j < std::min(last, count); j++)
+            for (int64_t d = 0; d < dim; d += 64 / sizeof(T)) {
+                __builtin_prefetch(k[j] + d, 0, 2);
+                __builtin_prefetch(v[j] + d, 0, 2);
+            }
+    }
 };
 
 // The running softmax of query rows: a row is one head of one token
 struct Softmax {
-    std::vector<float> total, peak, mass;  // [rows, padded], [rows], [rows]
+    Buffer<float> total, peak, mass;  // [rows, padded], [rows], [rows]
 
     Softmax(int64_t rows, int64_t padded) : total(rows * padded), peak(rows), mass(rows) {}
     void clear(int64_t rows, int64_t padded) {
-        std::fill(total.begin(), total.begin() + rows * padded, 0.0f);
-        std::fill(peak.begin(), peak.begin() + rows, FAR);
-        std::fill(mass.begin(), mass.begin() + rows, 0.0f);
+        std::fill(total.data(), total.data() + rows * padded, 0.0f);
+        std::fill(peak.data(), peak.data() + rows, FAR);
+        std::fill(mass.data(), mass.data() + rows, 0.0f);
     }
 };
 

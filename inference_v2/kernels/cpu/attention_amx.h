@@ -54,8 +54,9 @@ class AmxTile {
           high(16 * TILE), low(16 * TILE) {}
 
     // Keys and values first : last to where the tiles read them: keys in rows, values in pairs of keys. Others may be read, and
-    // reach no row that does not see them. False where a value that only some rows see (`mixed`) is not finite: it would
-    bool take(const Keys<bf16>& keys, int first, int last, bool mixed) {
+    // reach no row that does not see them. False where a value that only some rows see (`mixed`) is not finite: it would. Part
+    // of the next tile is fetched meanwhile, the rest by `attend`, unless it is the same: memory is busy while we compute
+    bool take(const Keys<bf16>& keys, const Keys<bf16>& next, int first, int last, bool mixed) {
         if (!in_place)
             for (int j = first; j < last; j++) memcpy(keys_copy.data() + j * dim, keys.k[j], dim * sizeof(bf16));
         const __m512i zero = _mm512_setzero_si512(), quads = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
@@ -68,13 +69,15 @@ class AmxTile {
             return _mm512_permutexvar_epi64(quads, v);
         };
         for (int j = 0; j < last; j += 32)  // what one product adds
-            for (int i = j; i < j + 32; i += 2)
+            for (int i = j; i < j + 32; i += 2) {
+                next.fetch(i / 2, i / 2 + 1, dim);
                 for (int64_t d = 0; d < dim; d += 32) {
                     const __m512i a = get(i, d), b = get(i + 1, d);
                     bf16* at = values.data() + (i / 2 * dim + d) * 2;  // [TILE / 2][dim][2]
                     _mm512_storeu_si512(at, _mm512_unpacklo_epi16(a, b));
                     _mm512_storeu_si512(at + 32, _mm512_unpackhi_epi16(a, b));
                 }
+            }
         return !mixed || !_mm512_cmpge_epi16_mask(largest, _mm512_set1_epi16(0x7f80));
     }
 
@@ -102,12 +105,13 @@ class AmxTile {
 
     // Adds the tile, of which no row sees a key at or behind `last`, for query rows `row` : row + rows (at most 16) to the softmax
     // from its row `to` on. A token has `group` rows. What the tiles hold beyond `rows` is computed, and never read
-    void attend(const Attention& a, const Keys<bf16>& keys, int last, int64_t row, int rows, int64_t group, int64_t padded,
-                Softmax& softmax, int64_t to) {
+    void attend(const Attention& a, const Keys<bf16>& keys, const Keys<bf16>& next, int last, int64_t row, int rows, int64_t group,
+                int64_t padded, Softmax& softmax, int64_t to) {
         for (int j = 0; j < last; j += 32) products(queries.data() + row * dim, keys, j, j + 16 < last);
         float* total = softmax.total.data() + to * padded;
         const int whole = last > 32 ? TILE : 32;
         for (int i = 0; i < rows; i++) {
+            if (&next != &keys) next.fetch(32 + 32 * i / rows, 32 + 32 * (i + 1) / rows, dim);
             const int token = (row + i) / group, first_seen = keys.low[token], end_seen = keys.high[token];
             float *s = scores.data() + i * TILE, shrink = 1.0f, &peak = softmax.peak[to + i], &mass = softmax.mass[to + i];
             if (first_seen >= end_seen)
@@ -181,9 +185,9 @@ class AmxTile {
     const bool in_place;      // 16 keys lie evenly in the cache
     const int64_t key_bytes;  // from one to the next
     int columns = 16;         // query rows of a product
-    std::vector<bf16> keys_copy, values, queries;
-    std::vector<float> scores;    // [16 rows][TILE], then the weights
-    std::vector<bf16> high, low;  // the weights in two parts
+    Buffer<bf16> keys_copy, values, queries;
+    Buffer<float> scores;    // [16 rows][TILE], then the weights
+    Buffer<bf16> high, low;  // the weights in two parts
 };
 
 }  // namespace hybrid

@@ -2,8 +2,10 @@
 #pragma once
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <new>
 #if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
@@ -112,6 +114,25 @@ INLINE Doubles doubles(f32v v) {
     return {__builtin_convertvector(parts[0], f64v), __builtin_convertvector(parts[1], f64v)};
 #endif
 }
+
+// Memory of zeros that begins where a cache line does: a row of a tile that lies in two lines is read twice
+template <class T>
+class Buffer {
+   public:
+    explicit Buffer(int64_t size) : start((T*)std::aligned_alloc(64, (size * sizeof(T) + 64) / 64 * 64)) {
+        if (!start) throw std::bad_alloc();
+        std::memset((void*)start, 0, size * sizeof(T));
+    }
+    ~Buffer() { std::free(start); }
+    Buffer(const Buffer&) = delete;
+    T* data() { return start; }
+    const T* data() const { return start; }
+    T& operator[](int64_t i) { return start[i]; }
+    const T& operator[](int64_t i) const { return start[i]; }
+
+   private:
+    T* start;
+};
 
 INLINE f32v maximum(f32v a, f32v b) { return a > b ? a : b; }
 
