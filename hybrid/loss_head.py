@@ -25,9 +25,8 @@ CONVERTED_BYTES = 16 * 2**20
 HELD_BYTES = 64 * 2**20  # of packed rows held for the loss: a whole copy of a large head would be the largest tensor of a step
 PACKED_BYTES = 16 * 2**20  # of a larger head's rows, packed for one product
 NARROWED_AT_ONCE = 2**22  # values of a gradient
-LOGIT_BYTES = (
-    64 * 2**20
-)  # fp32 logits of one chunk, where its length is not given; a divergence holds two such tensors, or about eight in PyTorch
+# fp32 logits of one chunk, where its length is not given; a KL divergence holds two such tensors, others in PyTorch about eight
+LOGIT_BYTES = 48 * 2**20
 
 
 def cross_entropy(logits: Tensor, chunk: Batch) -> tuple[Tensor, dict[str, Tensor]]:

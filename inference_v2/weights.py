@@ -111,7 +111,8 @@ class FusedWeights:
         self.version = -1
         self.placement = 0
         self._kernels = kernels
-        self._pack = None if packed is False else choose_pack(kernels, dtype, self.device)
+        self._packed = packed
+        self._pack = self._new_pack()
         self._rows = _head_rows(spec, vocab_limit)
         self._probed: dict[tuple[int, ...], int] | None = {} if batch_invariant else None
         self._embed: Tensor | None = None
@@ -187,10 +188,14 @@ class FusedWeights:
                 if (norm := getattr(layer, name)) is not None:
                     setattr(layer, name, norm.to(device))
 
+    def _new_pack(self) -> Pack | None:
+        return None if self._packed is False else choose_pack(self._kernels, self.dtype, self.device)
+
     def free(self) -> None:
         """Drop everything; the next use needs a refresh."""
         self.version = -1
         self.placement += 1
+        self._pack = self._new_pack()  # what it packs into goes too
         self._embed, self._final, self._layers, self.stack = None, None, [], None
 
 
