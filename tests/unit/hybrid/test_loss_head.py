@@ -378,8 +378,8 @@ def test_gradients_under_fsdp_on_two_ranks(pool2: Pool, tied: bool, dtype: torch
 
 def test_chunks_shrink_as_the_vocabulary_grows():
     narrow, wide = (Head(torch.zeros(rows, 2)) for rows in (49_152, 151_936))
-    assert tokens_per_chunk(narrow, None) == 341
-    assert tokens_per_chunk(wide, None) == 110
+    assert tokens_per_chunk(narrow, None) == 256
+    assert tokens_per_chunk(wide, None) == 82
     assert tokens_per_chunk(wide, 7) == 7
 
 
