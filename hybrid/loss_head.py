@@ -49,8 +49,8 @@ def pack_head(head: Head, kernels: Kernels) -> Head:
         return head.packed(kernels)
     assert pack is not None
 
-    def product(x: Tensor) -> Tensor:
-        logits = torch.empty(x.shape[0], head.vocab_size)
+    def product(x: Tensor, into: Tensor | None = None) -> Tensor:
+        logits = torch.empty(x.shape[0], head.vocab_size) if into is None else into
         for start in range(0, head.vocab_size, rows):
             stop = min(start + rows, head.vocab_size)
             pack(weight[start:stop], None, out_dtype=torch.float32)(x, logits[:, start:stop])
@@ -187,10 +187,10 @@ class _KnownGradients(torch.autograd.Function):
 
 
 def _narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in a dtype that is no wider, in the memory of `x`, which is used up: a second copy of a large head's gradient would be
-    the peak of a step."""
-    if x.dtype == dtype:
-        return x
+    """`x` in another dtype; in a narrower one in the memory of `x`, which is used up: a second copy of a large head's gradient
+    would be the peak of a step."""
+    if x.dtype.itemsize <= dtype.itemsize:
+        return x.to(dtype)
     wide = x.view(-1)
     narrow = wide.view(dtype)[: wide.numel()]
     for start in range(0, wide.numel(), NARROWED_AT_ONCE):  # what is written over has been read

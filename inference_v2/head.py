@@ -27,7 +27,7 @@ class Head:
     vocab_limit: int | None = None
     scale: float = 1.0
     softcap: float | None = None
-    product: Callable[..., Tensor] | None = None  # [T, H] bf16 (, into) -> fp32 [T, vocab_size]
+    product: Callable[..., Tensor] | None = None  # [T, H] bf16, into -> fp32 [T, vocab_size]
 
     @property
     def vocab_size(self) -> int:
@@ -38,15 +38,15 @@ class Head:
         """Tokens whose fp32 logits take at most `num_bytes`; at least one."""
         return max(1, num_bytes // (4 * self.vocab_size))
 
-    def packed(self, kernels: Kernels, old: Head | None = None) -> Head:
+    def packed(self, kernels: Kernels, old: Head | None = None, arena: Arena | None = None) -> Head:
         """The same head with its rows packed for `kernels`, where those have a product for them, in the storage of an `old` one
-        that is no longer used. Only the rows' rounding counts: bf16 x bf16 is exact in fp32."""
+        that is no longer used, or in `arena`. Only the rows' rounding counts: bf16 x bf16 is exact in fp32."""
         usable = self.weight.dtype == torch.bfloat16 and self.weight.device.type == "cpu" and self.product is None
         if kernels.pack_linear is None or not usable:
             return self
-        rows, old_product = self.weight[: self.vocab_size].detach(), None if old is None else old.product
-        product = kernels.pack_linear(rows, None, old_product, out_dtype=torch.float32, arena=Arena())
-        return replace(self, product=product)
+        rows = self.weight[: self.vocab_size].detach()
+        old_product = None if old is None else old.product
+        return replace(self, product=kernels.pack_linear(rows, None, old_product, out_dtype=torch.float32, arena=arena))
 
     def logits(self, hidden: Tensor, into: Tensor | None = None) -> Tensor:
         """[*, H] in any float dtype -> fp32 [*, vocab_size]. The product is exact, its sums are fp32; a packed head takes bf16
@@ -58,7 +58,7 @@ class Head:
             z = F.linear(hidden.float(), self.weight[:n].float(), bias)
         else:
             rows = hidden.to(torch.bfloat16).reshape(-1, hidden.shape[-1])
-            z = (self.product(rows) if into is None else self.product(rows, into[: len(rows)])).view(*hidden.shape[:-1], n)
+            z = self.product(rows, None if into is None else into[: len(rows)]).view(*hidden.shape[:-1], n)
             if bias is not None:
                 z += bias
         if self.scale != 1.0:

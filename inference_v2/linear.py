@@ -36,12 +36,12 @@ def packed_product(weight: Tensor, bias: Tensor | None, old: Product | None = No
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def choose_pack(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Pack | None:
-    """How the weights of a model are packed: by the kernels' own product, by oneDNN, or (None) not at all."""
+def choose_pack(kernels: Kernels, dtype: torch.dtype, device: torch.device, arena: Arena) -> Pack | None:
+    """How weights are packed: by the kernels' own product, into `arena`, by oneDNN, or (None) not at all."""
     if device.type != "cpu":
         return None
     if kernels.pack_linear is not None:
-        return functools.partial(kernels.pack_linear, arena=Arena())
+        return functools.partial(kernels.pack_linear, arena=arena)
     return packed_product if can_pack(dtype) else None
 
 

@@ -26,6 +26,10 @@ class Arena:
     """Tensors side by side in chunks of CHUNK bytes: small ones share large pages. A chunk lives as long as any of them."""
 
     def __init__(self) -> None:
+        self.drop()
+
+    def drop(self) -> None:
+        """Let go of the last chunk: it lives as long as the tensors in it."""
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 

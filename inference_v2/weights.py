@@ -19,6 +19,7 @@ from inference_v2.kernels import REFERENCE, Kernels
 from inference_v2.linear import Linear, Pack, choose_pack, pad_rows, safe_rows
 from inference_v2.models.names import NORMS, check_names, head_bias_name, layer_names, layer_shapes
 from inference_v2.models.spec import DecoderSpec
+from inference_v2.pages import Arena
 
 
 class WeightSource(Protocol):
@@ -111,8 +112,8 @@ class FusedWeights:
         self.version = -1
         self.placement = 0
         self._kernels = kernels
-        self._packed = packed
-        self._pack = self._new_pack()
+        self._arena = Arena()
+        self._pack = None if packed is False else choose_pack(kernels, dtype, self.device, self._arena)
         self._rows = _head_rows(spec, vocab_limit)
         self._probed: dict[tuple[int, ...], int] | None = {} if batch_invariant else None
         self._embed: Tensor | None = None
@@ -133,8 +134,9 @@ class FusedWeights:
         with source.scope(""):
             self._embed = _copy(self._embed, _embedding(self.spec, source), self.dtype, self.device)
             self._final = _load_final(
-                self._final, self.spec, source, self.dtype, self.device, self._rows, self._embed, self._probed, self._kernels
-            )
+                self._final, self.spec, source, self.dtype, self.device, self._rows, self._embed, self._probed, self._kernels,
+                self._arena,
+            )  # fmt: skip
         for i, layer in enumerate(self._layers):
             with source.scope(self.spec.names.layer.format(i=i)):
                 _load_layer(layer, self.spec, i, source, self.dtype, self.device)
@@ -188,14 +190,11 @@ class FusedWeights:
                 if (norm := getattr(layer, name)) is not None:
                     setattr(layer, name, norm.to(device))
 
-    def _new_pack(self) -> Pack | None:
-        return None if self._packed is False else choose_pack(self._kernels, self.dtype, self.device)
-
     def free(self) -> None:
         """Drop everything; the next use needs a refresh."""
         self.version = -1
         self.placement += 1
-        self._pack = self._new_pack()  # what it packs into goes too
+        self._arena.drop()
         self._embed, self._final, self._layers, self.stack = None, None, [], None
 
 
@@ -295,6 +294,7 @@ def _load_final(
     embed: Tensor | None,
     probed: dict[tuple[int, ...], int] | None,
     kernels: Kernels,
+    arena: Arena | None = None,
 ) -> FinalWeights:
     """`embed`: the copy to tie the head to, where one is kept. Head rows are rounded to the compute dtype, as the trainer's
     are, and then packed for products with fp32 sums, or held in fp32."""
@@ -316,7 +316,7 @@ def _load_final(
         weight = _copy(None if old_head is None else old_head.weight, rounded, torch.float32, device)
     head = Head(weight, bias, rows)
     if can_pack_head:
-        return FinalWeights(norm, _detached(head.packed(kernels, old_head), embed))
+        return FinalWeights(norm, _detached(head.packed(kernels, old_head, arena), embed))
     if probed is not None:
         if weight.shape not in probed:
             probed[weight.shape] = safe_rows(head.logits, weight.shape[1], torch.float32, device)

@@ -44,7 +44,6 @@ class Runner:
     dtype: torch.dtype = torch.float32
     num_requests: int = 8
     max_len: int = 64
-    batch_invariant: bool = False
     computed: dict[int, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -60,7 +60,7 @@ def runner(
     kernels = get_kernels("auto", "cpu", dtype)
     weights = FusedWeights(spec, dtype, "cpu", batch_invariant=batch_invariant, kernels=kernels, **kwargs)
     weights.refresh(ModuleSource(model), version=0)
-    return Runner(spec, weights, dtype, batch_invariant=batch_invariant)
+    return Runner(spec, weights, dtype)
 
 
 def hf_logits(model: torch.nn.Module, ids: Tensor) -> Tensor:

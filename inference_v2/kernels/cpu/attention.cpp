@@ -257,14 +257,14 @@ void paged_attention(const Attention& a) {
                 most = std::max(most, units.back().count);
             }
     }
-    if (most > 1 || threads == 1 || (int64_t)units.size() >= 4 * threads) {
+    auto run_units = [&] {
         in_parallel(units.size(), (int64_t)units.size() >= 8 * threads * a.num_kv_heads ? a.num_kv_heads : 1, [&](Pieces& pieces) {
             Worker<T> worker(a, most);
             for (int64_t i, end; pieces.next(i, end);)
                 for (; i < end; i++) worker.run(units[i]);
         });
-        return;
-    }
+    };
+    if (most > 1 || threads == 1 || (int64_t)units.size() >= 4 * threads) return run_units();
     // Few decodes: threads share the splits of each
     Worker<T> planner(a, 1);
     std::vector<Unit> parts;
@@ -275,13 +275,7 @@ void paged_attention(const Attention& a) {
         for (int64_t s = planner.first_key(p) / SPLIT; s <= p / SPLIT; s++)
             parts.push_back({u.request, u.kv_head, 1, u.first, 1, 0, (int32_t)s});
     }
-    if (parts.size() == units.size()) {
-        in_parallel(units.size(), 1, [&](Pieces& pieces) {
-            Worker<T> worker(a, 1);
-            for (int64_t i, end; pieces.next(i, end);) worker.run(units[i]);
-        });
-        return;
-    }
+    if (parts.size() == units.size()) return run_units();
     starts.push_back(parts.size());
     const int64_t state = planner.state_size();
     std::vector<float> found(parts.size() * state);

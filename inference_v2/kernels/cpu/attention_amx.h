@@ -130,7 +130,8 @@ class AmxTile {
    private:
     // Scores [row][key] of keys j : j + 16, and of the next 16
     void products(const bf16* q, const Keys<bf16>& keys, int j, bool both) {
-        const bf16 *k0 = in_place ? keys.k[j] : keys_copy.data() + j * dim, *k1 = in_place ? keys.k[j + 16] : k0 + 16 * dim;
+        const bf16* k0 = in_place ? keys.k[j] : keys_copy.data() + j * dim;
+        const bf16* k1 = in_place && both ? keys.k[j + 16] : k0 + 16 * dim;
         alignas(64) float found[2][256];  // [key][row]
         _tile_zero(0);
         _tile_zero(1);
@@ -145,7 +146,7 @@ class AmxTile {
         }
         _tile_stored(0, found[0], columns * sizeof(float));
         if (both) _tile_stored(1, found[1], columns * sizeof(float));
-        for (int half = 0; half <= (both ? 1 : 0); half++) {
+        for (int half = 0; half < 1 + both; half++) {
             f32v block[16];
             for (int i = 0; i < columns; i++) block[i] = load(found[half] + i * 16);
             columns == 4 ? transpose_tall(block) : transpose(block);
