@@ -29,6 +29,13 @@ class Batch:
     rollout_logprobs_raw: Tensor | None = None  # [N] fp32, at the rollout's temperature, without truncation or penalties
     teacher_hidden: Tensor | None = None  # [N, H_teacher]
     on_policy: Tensor | None = None  # [N] bool: drawn from the policy (False: a given response)
+    old_logprobs: Tensor | None = None  # [N] fp32, raw, of the policy before this step's first update
+    reference_logprobs: Tensor | None = None  # [N] fp32, raw, of the reference policy
+    advantages: Tensor | None = None  # [N] fp32
+    mismatch_weights: Tensor | None = None  # [N] fp32: rollout/trainer correction; None: 1
+    sequence_log_ratio: Tensor | None = None  # [N] fp32: mean log-ratio of the token's sequence under today's weights, detached
+    values: Tensor | None = None  # [N] fp32, of the critic before this step's first update
+    returns: Tensor | None = None  # [N] fp32: what the critic learns
 
     @property
     def num_tokens(self) -> int:
@@ -48,10 +55,9 @@ class Batch:
 
     def select(self, start: int, stop: int) -> Batch:
         """The same sequences with only the counted positions [start, stop): what one chunk of the loss head sees."""
-        per_target = ("loss_index", "targets", "sequence_index", "response_index", "rollout_logprobs", "rollout_logprobs_raw",
-                      "teacher_hidden", "on_policy")  # fmt: skip
-        cut = {name: v[start:stop] for name in per_target if (v := getattr(self, name)) is not None}
-        return replace(self, **cut)
+        whole = ("token_ids", "positions", "cu_seqlens")
+        per_target = {f.name: v for f in fields(self) if f.name not in whole and (v := getattr(self, f.name)) is not None}
+        return replace(self, **{name: v[start:stop] for name, v in per_target.items()})
 
     def misfit(self, *, rows: int, counted: int) -> ValueError | None:
         """Unless tokens are among the `rows` ids of an embedding and targets among the first `counted`: what is wrong."""
