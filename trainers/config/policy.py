@@ -1,0 +1,95 @@
+"""Policy optimisation: estimators, the clipped loss, the KL to a reference, the critic."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from hybrid.config import OptimizerConfig, Strict
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+class PolicyLoss(Strict):
+    """max(-A rho, -A clip(rho, 1 - clip_low, 1 + clip_high)) per token, and what is added to it (trainers/losses/policy.py)."""
+
+    clip_low: float = Field(0.2, gt=0, lt=1)
+    clip_high: float = Field(0.2, gt=0, description="above clip_low: DAPO's asymmetric clip")
+    dual_clip: float | None = Field(None, gt=1, description="where A < 0 the loss is at most -A times this (Ye et al. 2020)")
+    ratio: Literal["token", "sequence"] = Field("token", description="sequence: GSPO's ratio, the geometric mean over a response")
+    entropy: float = Field(0.0, description="weight of the entropy bonus")
+    kl: float = Field(0.0, ge=0, description="weight of the KL to the reference, as a loss")
+    kl_estimator: Literal["k2", "k3", "k3_value"] = Field(
+        "k2",
+        description="of the KL loss. k2, and k3 (k3's value with k2's gradient): the reverse KL's gradient on-policy; k3_value: "
+        "k3 with its own gradient, which is the forward KL's",
+    )
+    reduction: Literal["token_mean", "sequence_mean", "sum_per_constant"] = "token_mean"
+    constant_length: int | None = Field(None, ge=1, description="sum_per_constant: the L in sum / (sequences * L) (Dr. GRPO)")
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicyLoss:
+        if self.reduction == "sum_per_constant" and self.constant_length is None:
+            raise ValueError("loss.reduction=sum_per_constant needs loss.constant_length")
+        return self
+
+
+class Mismatch(Strict):
+    """Correction for a rollout engine whose log-probs are not the trainer's: w = exp(log p_train - log p_rollout), detached.
+    What it would be is reported always."""
+
+    correct: Literal["off", "truncate", "mask"] = Field("off", description="truncate: min(w, high); mask: 0 outside [low, high]")
+    level: Literal["token", "sequence"] = Field(
+        "token", description="sequence: one w for a response, the product over its tokens"
+    )
+    low: float = Field(0.5, ge=0, description="mask only")
+    high: float = Field(2.0, gt=0)
+
+
+class RewardKL(Strict):
+    """-beta k_t in the reward of each token."""
+
+    beta: float = Field(0.0, ge=0)
+    estimator: KLEstimator = "k1"
+    target: float | None = Field(None, gt=0, description="adaptive beta: the KL per response to steer to (Ziegler et al. 2019)")
+    horizon: int = Field(10_000, ge=1, description="adaptive beta: responses over which it may change by about the error")
+
+
+class RewardShaping(Strict):
+    """What becomes of a response's score before advantages are made of it."""
+
+    clip: float | None = Field(None, gt=0, description="to +- this")
+    normalise: Literal["none", "scale", "whiten"] = Field(
+        "none", description="by running statistics over all responses so far; scale: the deviation only; whiten: the mean too"
+    )
+    missing_eos_penalty: float = Field(0.0, ge=0, description="taken off where a response was cut by the length limit")
+    mask_truncated: bool = Field(False, description="a response cut by the length limit is in no loss")
+
+
+class Critic(Strict):
+    """The value model: the backbone of a HF folder with one scalar head, in shards of its own."""
+
+    path: str | None = Field(
+        None, description="a HF folder (a causal LM, or a reward model with its head); None: the policy's start"
+    )
+    optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5)
+    clip: float | None = Field(0.2, gt=0, description="of a value's change, as the policy's ratio is clipped")
+    warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
+    offload: bool = Field(False, description="move its shards and optimizer state to host memory between uses (CUDA)")
+
+
+class Updates(Strict):
+    """Optimizer steps on one step's rollouts."""
+
+    epochs: int = Field(1, ge=1)
+    minibatches: int = Field(1, ge=1, description="per epoch, of as many responses each, over all ranks")
+    old_logprobs: Literal["auto", "rollout", "recompute"] = Field(
+        "auto",
+        description="what the ratio is taken to: rollout: the engine's own log-probs, which the certificate proves equal to the "
+        "trainer's; recompute: one more forward; auto: recompute where rollouts come from another engine, or are corrected",
+    )
+
+    @property
+    def steps(self) -> int:
+        return self.epochs * self.minibatches
