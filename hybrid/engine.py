@@ -54,11 +54,13 @@ class HybridEngine:
         config: Config = None,
         *,
         tokenizer: str | None = None,
+        scalar: bool = False,
     ) -> HybridEngine:
-        """A HF folder or hub name, with the tokenizer beside it or the one of another folder. Raises ValueError for a bad
-        config, folder or device."""
+        """A HF folder or hub name, with the tokenizer beside it or the one of another folder. scalar: with a head of one row in
+        place of the vocabulary's (a value or reward model), which trains and scores but does not generate. Raises ValueError for
+        a bad config, folder or device."""
         config = resolve(config)
-        return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config), tokenizer=tokenizer))
+        return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config), tokenizer=tokenizer, scalar=scalar))
 
     @classmethod
     def from_module(cls, module: PreTrainedModel, config: Config = None, *, tokenizer: Any = None) -> HybridEngine:
@@ -147,6 +149,8 @@ class HybridEngine:
         already, as do the verbs that change weights.
         """
         self._require_closed()
+        if self.model.is_scalar:
+            raise ValueError("a scalar model (scalar=True) has scores and no vocabulary to generate from; use model.scores")
         if not (unchanged or self._generation.holds_stay):
             self.weight_version += 1
         with self._generation.open(self.weight_version) as runner:
@@ -238,6 +242,8 @@ class HybridEngine:
         def head_function(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
             head = pack_head(head, self.model.kernels)
             chunk_tokens = tokens_per_chunk(head, self.config.loss_chunk_tokens)
+            if self.model.is_scalar:  # all scores of a batch in one chunk: a loss may compare them
+                chunk_tokens = max(batch.num_targets, 1)
             try:
                 return chunked_loss(hidden, head, batch, token_loss, chunk_tokens, weight)
             except Exception as error:  # whatever it is: the other ranks must hear of it

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from hybrid import attention, fused, sharding
 from hybrid.batch import Batch
@@ -35,6 +42,7 @@ from inference_v2.rope import force_table
 from inference_v2.weights import WeightSource
 
 AUTO_CLASSES = {"exaone4_5": AutoModelForImageTextToText}  # by model_type; all others: AutoModelForCausalLM
+SCALAR_HEAD = "score.weight"  # of transformers' sequence classifiers that are decoders
 
 
 class ShardedModel:
@@ -105,8 +113,11 @@ class ShardedModel:
         masters: bool | None = None,
         tokenizer: str | None = None,
         load: bool = True,
+        scalar: bool = False,
     ) -> ShardedModel:
         """A HF folder or hub name, streamed into shards: no rank ever holds more than its shards and one tensor.
+
+        scalar: the backbone with a head of one row (a value or reward model); that of a folder without one starts at 0.
 
         masters: keep shards in config.master_dtype (None: if trainable); False: in the compute dtype, enough for a frozen
         teacher. load: False leaves the shards on meta until `load`: who only generates may read `files` instead.
@@ -115,16 +126,17 @@ class ShardedModel:
         loaded = load_model(path, trust_remote_code=config.trust_remote_code, tokenizer=tokenizer)
         keep = trainable if masters is None else masters
         dtype = getattr(torch, config.master_dtype if keep else config.compute_dtype)
-        hf = build_on_meta(loaded.hf_config, config, dtype)
+        hf_config = scalar_config(loaded.hf_config, loaded.tokenizer, loaded.eos_token_ids) if scalar else loaded.hf_config
+        hf = build_on_meta(hf_config, config, dtype, scalar=scalar)
         model = cls(
             hf,
             config,
             mesh,
-            hf_config=loaded.hf_config,
+            hf_config=hf_config,
             trainable=trainable,
             tokenizer=loaded.tokenizer,
             eos_token_ids=loaded.eos_token_ids,
-            vocab_limit=config.vocab_limit or loaded.vocab_limit,
+            vocab_limit=None if scalar else config.vocab_limit or loaded.vocab_limit,
             path=str(loaded.path),
         )
         model.files = loaded.source
@@ -194,7 +206,12 @@ class ShardedModel:
         hf = self.module.hf
         persistent = {n: b for n, b in hf.named_buffers() if n in hf.state_dict()}
         wanted = dict(self.module.named_hf_parameters()) | persistent
-        _check_names(source, hf, wanted, self.spec.ignored_prefixes if self.spec else ())
+        ignored = self.spec.ignored_prefixes if self.spec else ()
+        if self.module.scalar:
+            ignored = (*ignored, "lm_head.")
+            if SCALAR_HEAD not in source.names():
+                sharding.local(wanted.pop(SCALAR_HEAD)).zero_()
+        _check_names(source, hf, wanted, ignored)
         shards, rank = sharding.shard_count(self.mesh), self.mesh.shard_rank
         for name, tensor in wanted.items():
             if tensor.ndim == 0:  # a buffer: parameters have dimensions
@@ -258,6 +275,11 @@ class ShardedModel:
             finally:
                 sharding.reshard(self.module)
 
+    def scores(self, batch: Batch) -> Tensor:
+        """[N] fp32: what a scalar model says at each of `batch.loss_index`. Collective."""
+        assert self.module.scalar, "a causal LM has no scores"
+        return self._evaluate(batch, lambda hidden, head: head_logits(head, hidden).squeeze(1))
+
     @contextmanager
     def head(self) -> Iterator[Head]:
         """The head, gathered and detached: a teacher's during the student's loss. Collective."""
@@ -280,6 +302,11 @@ class ShardedModel:
     def misfit(self, batch: Batch) -> ValueError | None:
         """Why this batch cannot be used, if it holds ids that the model does not have."""
         return batch.misfit(rows=self.num_rows, counted=min(self.vocab_limit or self.num_rows, self.num_rows))
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether its head has one row, so that "logits" are scores [N, 1]."""
+        return self.module.scalar
 
     # -- weights
 
@@ -328,9 +355,28 @@ def _tokenizer_size(tokenizer: Any, hf_config: PreTrainedConfig) -> int | None:
     return None if tokenizer is None else tokenizer_vocab_limit(tokenizer, hf_config.get_text_config().vocab_size)
 
 
-def build_on_meta(hf_config: PreTrainedConfig, config: HybridConfig, dtype: torch.dtype) -> PreTrainedModel:
+def scalar_config(hf_config: PreTrainedConfig, tokenizer: Any, eos_token_ids: Collection[int]) -> PreTrainedConfig:
+    """The config of a sequence classifier with one label over this model. transformers reads a row's score at its last token that
+    is not padding, so a padding id that also ends responses is left out: it then takes one row at a time, and says so.
+
+    Raises ValueError for a model type that transformers has no sequence classifier of.
+    """
+    if type(hf_config) not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        raise ValueError(f"model_type={hf_config.model_type!r} has no sequence classifier in transformers; use the text model's "
+                         "folder, or another type for value and reward models")  # fmt: skip
+    config = copy.deepcopy(hf_config)
+    config.num_labels = 1
+    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(hf_config)].__name__]
+    pad = config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
+    config.pad_token_id = None if pad in eos_token_ids else pad
+    return config
+
+
+def build_on_meta(
+    hf_config: PreTrainedConfig, config: HybridConfig, dtype: torch.dtype, *, scalar: bool = False
+) -> PreTrainedModel:
     """The HF module without weights: parameters on meta in `dtype`, buffers real (they are computed, not loaded)."""
-    auto = AUTO_CLASSES.get(hf_config.model_type, AutoModelForCausalLM)
+    auto = AutoModelForSequenceClassification if scalar else AUTO_CLASSES.get(hf_config.model_type, AutoModelForCausalLM)
     with torch.device("meta"):
         hf = auto.from_config(
             copy.deepcopy(hf_config),

@@ -1,4 +1,4 @@
-"""The module that is trained: a HF causal LM whose head runs a function of hidden states and head, and how batches enter it."""
+"""The module that is trained: a HF model whose head runs a function of hidden states and head, and how batches enter it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ HeadFunction = Callable[[Tensor, Head], R]  # (hidden [N, H], gathered head) -> 
 class PolicyModule(nn.Module):
     """A HF causal LM that gives the hidden states of chosen tokens, or what a function makes of them and of the head.
 
-    The function runs inside the forward of the HF head module, so that the hooks which gather the head fire around it.
+    The function runs inside the forward of the HF head module, so that the hooks which gather the head fire around it. A scalar
+    model (a sequence classifier with one label) is the same with a head of one row, whose "logits" [N, 1] are its scores.
     """
 
     def __init__(self, hf: PreTrainedModel, *, vocab_limit: int | None = None, activation_checkpointing: bool = False) -> None:
@@ -32,9 +33,12 @@ class PolicyModule(nn.Module):
         self.hf = hf
         self.packs = False  # whether the decoder's attention takes packed sequences; else they are padded
         self.vocab_limit = vocab_limit
+        self.scalar = hf.get_output_embeddings() is None
         text = hf.config.get_text_config()
         self._scale = float(getattr(text, "logit_scale", None) or 1 / (getattr(text, "logits_scaling", None) or 1))
         self._softcap = getattr(text, "final_logit_softcapping", None)
+        if self.scalar:
+            self._scale, self._softcap = 1.0, None
         _accept_function(self.head_module, self.gathered_head)
         if activation_checkpointing:
             for layer in self.layers:
@@ -42,7 +46,7 @@ class PolicyModule(nn.Module):
 
     @property
     def head_module(self) -> nn.Module:
-        return self.hf.get_output_embeddings()
+        return self.hf.score if self.scalar else self.hf.get_output_embeddings()
 
     @property
     def layers(self) -> list[nn.Module]:
