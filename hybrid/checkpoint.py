@@ -2,7 +2,8 @@
 
 step_N/
     state.json                  format, world size, weight version, the caller's JSON, the list of files with their sizes
-    shards/*.safetensors        model.NAME, optim.STATE.NAME, ema.NAME (torch.distributed.checkpoint's safetensors storage)
+    shards/*.safetensors        model.NAME, optim.STATE.NAME, ema.NAME (torch.distributed.checkpoint's safetensors storage),
+                                and of another trained model, a critic say, critic.model.NAME, critic.optim.STATE.NAME
     rng/rank_00000.safetensors  generators of each rank
 """
 
@@ -17,6 +18,7 @@ import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -51,9 +53,18 @@ class _Header(BaseModel):
     world_size: int
     weight_version: int
     optimizer: dict[str, str | list[str]]  # see optim_state.header
+    others: dict[str, dict[str, str | list[str]]] = {}  # the same of each other trained model
     scalars: list[str]
     state: dict[str, Any]
     files: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that is trained beside the policy: its named tensors and its optimizer."""
+
+    model: Mapping[str, Tensor]
+    optimizer: torch.optim.Optimizer
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,7 @@ def save_checkpoint(
     model: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer | None = None,
     ema: Mapping[str, Tensor] | None = None,
+    others: Mapping[str, Trained] = MappingProxyType({}),
     state: Mapping[str, Any] | None = None,
     weight_version: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -79,18 +91,23 @@ def save_checkpoint(
     """Collective: writes the folder `path` (`RUN_DIR/checkpoints/step_N`) whole or not at all.
 
     `model` and `ema` are named tensors, DTensors as their local shards; parameters of `optimizer` must be among `model`'s (the
-    same objects). Hyper-parameters of the optimizer are not stored: they are the config's; `state` (JSON) holds the schedule,
-    data position and whatever else the caller needs. Raises FolderError on every rank if any cannot write (a full disk, say):
-    nothing of the new checkpoint is left then and older ones are untouched. Raises ValueError for a state that is not JSON.
+    same objects). `others` are more such models, by name. Hyper-parameters of an optimizer are not stored: they are the config's;
+    `state` (JSON) holds the schedule, data position and what else the caller needs. Raises FolderError on every rank if any
+    cannot write (a full disk, say): nothing of the new one is left then and older ones are untouched. Raises ValueError for
+    a state that is not JSON.
     """
     tensors = _named("model", model) | _named("ema", ema or {})
     if optimizer is not None:
         tensors |= _named("optim", optim_state.tensors(optimizer, model))
+    for name, other in others.items():
+        tensors |= _named(f"{name}.model", other.model)
+        tensors |= _named(f"{name}.optim", optim_state.tensors(other.optimizer, other.model))
     header = {
         "format": FORMAT,
         "world_size": get_world_size(group),
         "weight_version": weight_version,
         "optimizer": optim_state.header(optimizer, model) if optimizer is not None else {},
+        "others": {name: optim_state.header(other.optimizer, other.model) for name, other in others.items()},
         # stored with shape [1]: the storage cannot slice a tensor of no dimension
         "scalars": [name for name, tensor in tensors.items() if tensor.ndim == 0],
         "state": dict(state or {}),
@@ -119,6 +136,7 @@ def load_checkpoint(
     model: Mapping[str, Tensor],
     optimizer: torch.optim.Optimizer | None = None,
     ema: Mapping[str, Tensor] | None = None,
+    others: Mapping[str, Trained] = MappingProxyType({}),
     state_keys: Collection[str] = (),
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
@@ -140,6 +158,9 @@ def load_checkpoint(
         saved = _saved_tensors(path, header)
         slots = {} if optimizer is None else optim_state.slots(optimizer, model, saved, header["scalars"], header["optimizer"])
         tensors = _named("model", model) | _named("optim", slots) | _named("ema", ema or {})
+        slots_of = {name: _slots_of(name, other, saved, header) for name, other in others.items()}
+        for name, other in others.items():
+            tensors |= _named(f"{name}.model", other.model) | _named(f"{name}.optim", slots_of[name])
         _check_fit(path, tensors, saved, header["scalars"])
     except Exception as error:
         first_error(error, group)  # the other ranks wait there
@@ -155,6 +176,8 @@ def load_checkpoint(
         raise ValueError(f"{path}: {describe(error)}; use an older checkpoint") from error
     if optimizer is not None:
         optim_state.fill(optimizer, model, slots)
+    for name, other in others.items():
+        optim_state.fill(other.optimizer, other.model, slots_of[name])
     same_ranks = header["world_size"] == get_world_size(group)
     if same_ranks:
         rng.load(path / "rng" / f"rank_{get_rank(group):05d}.safetensors")
@@ -190,6 +213,16 @@ def _checkpoints(run_dir: Path) -> dict[int, Path]:
 
 def _named(kind: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{kind}.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
+def _slots_of(
+    name: str, other: Trained, saved: Mapping[str, TensorStorageMetadata], header: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """`optim_state.slots` of another trained model."""
+    start = f"{name}."
+    own = {full.removeprefix(start): stored for full, stored in saved.items() if full.startswith(start)}
+    scalars = [full.removeprefix(start) for full in header["scalars"] if full.startswith(start)]
+    return optim_state.slots(other.optimizer, other.model, own, scalars, header.get("others", {}).get(name, {}))
 
 
 def _with_dimension(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hybrid import optim, sharding
 from hybrid.batch import Batch, packed_batch
-from hybrid.checkpoint import load_checkpoint, save_checkpoint
+from hybrid.checkpoint import Trained, load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
 from hybrid.export import save_pretrained
 from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, pack_head, tokens_per_chunk
@@ -327,19 +328,37 @@ class HybridEngine:
     # -- checkpoints
 
     def save(
-        self, path: str | os.PathLike[str], extra: Mapping[str, Any] | None = None, *, ema: Mapping[str, Tensor] | None = None
+        self,
+        path: str | os.PathLike[str],
+        extra: Mapping[str, Any] | None = None,
+        *,
+        ema: Mapping[str, Tensor] | None = None,
+        others: Mapping[str, HybridEngine] = MappingProxyType({}),
     ) -> None:
-        """A sharded checkpoint of weights, optimizer, schedule, random states and `extra` (JSON)."""
+        """A sharded checkpoint of weights, optimizer, schedule, random states and `extra` (JSON); weights, optimizer and schedule
+        of `others` too, by name."""
         save_checkpoint(
             path,
             model=self.model.parameters(),
             optimizer=self.optimizer,
             ema=ema,
-            state={"schedule": self.lr_scheduler.state_dict(), "extra": dict(extra or {})},
+            others={name: engine._trained() for name, engine in others.items()},
+            state={
+                "schedule": self.lr_scheduler.state_dict(),
+                "extra": dict(extra or {}),
+                "others": {name: engine.lr_scheduler.state_dict() for name, engine in others.items()},
+            },
             weight_version=self.weight_version,
         )
 
-    def load(self, path: str | os.PathLike[str], *, ema: Mapping[str, Tensor] | None = None, seed: int = 0) -> dict[str, Any]:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        ema: Mapping[str, Tensor] | None = None,
+        others: Mapping[str, HybridEngine] = MappingProxyType({}),
+        seed: int = 0,
+    ) -> dict[str, Any]:
         """Fill everything from a checkpoint, at any rank count; returns its `extra`. `seed` is used where the random states
         cannot be restored (another rank count). Raises ValueError for what does not fit, before anything changes."""
         self._require_closed()
@@ -348,12 +367,19 @@ class HybridEngine:
             model=self.model.parameters(),
             optimizer=self.optimizer,
             ema=ema,
+            others={name: engine._trained() for name, engine in others.items()},
             state_keys=("schedule", "extra"),
             seed=seed,
         )
         self.lr_scheduler.load_state_dict(loaded.state["schedule"])
         self.weight_version = max(self.weight_version + 1, loaded.weight_version)
+        for name, engine in others.items():
+            engine.lr_scheduler.load_state_dict(loaded.state["others"][name])
+            engine.weight_version += 1
         return loaded.state["extra"]
+
+    def _trained(self) -> Trained:
+        return Trained(self.model.parameters(), self.optimizer)
 
     def save_pretrained(self, path: str | os.PathLike[str], dtype: str | None = None) -> None:
         """A HF folder that the model's own auto class loads, in `dtype` (None: the compute dtype). What text never runs (a

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -366,7 +366,7 @@ def scalar_config(hf_config: PreTrainedConfig, tokenizer: Any, eos_token_ids: Co
                          "folder, or another type for value and reward models")  # fmt: skip
     config = copy.deepcopy(hf_config)
     config.num_labels = 1
-    config.architectures = [MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(hf_config)].__name__]
+    config.architectures = [cast(type, MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(hf_config)]).__name__]
     pad = config.pad_token_id if tokenizer is None else tokenizer.pad_token_id
     config.pad_token_id = None if pad in eos_token_ids else pad
     return config

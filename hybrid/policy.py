@@ -46,7 +46,7 @@ class PolicyModule(nn.Module):
 
     @property
     def head_module(self) -> nn.Module:
-        return self.hf.score if self.scalar else self.hf.get_output_embeddings()
+        return cast(nn.Module, self.hf.score) if self.scalar else self.hf.get_output_embeddings()
 
     @property
     def layers(self) -> list[nn.Module]:
