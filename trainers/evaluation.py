@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.engine import HybridEngine
-from hybrid.mesh import first_error
 from trainers.config import EvalConfig
 from trainers.data.order import DrawnPrompt
-from trainers.rewards import REWARDS, Reward, resolve
+from trainers.rewards import Rewards, from_name
 from trainers.rollout import sample_rollouts
 from trainers.types import Prompt, Rollout
 
@@ -25,9 +23,11 @@ class Evaluation:
     truncated: float  # share that ended by length
     num_prompts: int
     samples: tuple[Rollout, ...]
+    failures: int = 0  # rewards that raised, took too long or gave no finite number, and count as 0
 
     def metrics(self) -> dict[str, float]:
-        return {"eval_reward": self.reward, "eval_length": self.length, "eval_truncated": self.truncated}
+        means = {"eval_reward": self.reward, "eval_length": self.length, "eval_truncated": self.truncated}
+        return means | ({"eval_reward_failures": float(self.failures)} if self.failures else {})
 
 
 class Evaluator:
@@ -35,40 +35,29 @@ class Evaluator:
 
     def __init__(self, config: EvalConfig, prompts: Sequence[Prompt]) -> None:
         self.config, self.prompts = config, prompts
-        self.reward: Reward = resolve(config.reward)
-        if config.reward in REWARDS:
-            for prompt in prompts:
-                self.reward("", prompt)
+        self.rewards = Rewards([from_name(config.reward)])
+        self.rewards.check(prompts)
 
     def run(self, engine: HybridEngine) -> Evaluation:
-        """Collective: each rank completes its share. Raises ValueError on every rank, naming reward and row, if the reward raises
-        or gives no finite number."""
+        """Collective: each rank completes and scores its share."""
         completed = sample_rollouts(engine, [DrawnPrompt(prompt, epoch=0) for prompt in self.prompts], self.config.sampling)
-        rollouts: list[Rollout] = []
-        error: ValueError | None = None
-        try:
-            rollouts = [replace(r, reward=self._score(r)) for r in completed]
-        except ValueError as caught:
-            error = caught
-        if (line := first_error(error)) is not None:
-            raise ValueError(line) from error
-        local = [
-            sum(r.reward or 0.0 for r in rollouts),
-            sum(len(r.response_ids) for r in rollouts),
-            sum(r.finish_reason == "length" for r in rollouts),
-        ]
-        reward, length, truncated = (value / len(self.prompts) for value in engine.mesh.sum(local))
-        return Evaluation(reward, length, truncated, len(self.prompts), tuple(rollouts[: self.config.samples]))
+        scores = self.rewards.score(completed)
+        rollouts = [replace(r, reward=s.total) for r, s in zip(completed, scores, strict=True)]
+        *totals, failures = engine.mesh.sum(
+            [
+                sum(s.total for s in scores),
+                sum(len(r.response_ids) for r in rollouts),
+                sum(r.finish_reason == "length" for r in rollouts),
+                sum(bool(s.failed) for s in scores),
+            ]
+        )
+        reward, length, truncated = (total / len(self.prompts) for total in totals)
+        return Evaluation(
+            reward, length, truncated, len(self.prompts), tuple(rollouts[: self.config.samples]), failures=int(failures)
+        )
 
-    def _score(self, rollout: Rollout) -> float:
-        name = f"reward {self.config.reward}: row {rollout.prompt.index}"
-        try:
-            reward = float(self.reward(rollout.text, rollout.prompt))
-        except Exception as error:  # a user's function: whatever it raises
-            raise ValueError(f"{name}: it raised {type(error).__name__}: {error}") from error
-        if not math.isfinite(reward):
-            raise ValueError(f"{name}: it gave {reward}; allowed: a finite number")
-        return reward
+    def close(self) -> None:
+        self.rewards.close()
 
 
 def table_rows(kind: str, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:

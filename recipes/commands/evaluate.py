@@ -18,7 +18,8 @@ examples:
   hybrid eval models/smollm2 --data questions.jsonl --reward 'regex:^Answer:' --max-new-tokens 24 --dtype bfloat16
 
 rows have `prompt` (text or messages; text goes through the chat template if there is one, see --chat) and, where the reward
-needs one, `answer`. Rewards: exact_match, numeric_match, regex:PATTERN, or module:function of (completion, prompt).
+needs one, `answer`. Rewards: exact_match, numeric_match, math_verify, regex:PATTERN (found), format:PATTERN (matches all of it),
+module:function of (completion, prompt), or the URL of a server.
 """
 
 
@@ -64,12 +65,17 @@ def run(args: argparse.Namespace) -> int:
         if engine.tokenizer is None:
             raise ValueError(f"{args.model} has no tokenizer, which an evaluation needs")
         prompts = load_prompts(data, engine.tokenizer, held_out=True).prompts
-        evaluation = Evaluator(config, prompts).run(engine)
+        evaluator = Evaluator(config, prompts)
+        evaluation = evaluator.run(engine)
+        evaluator.close()
         engine.close()
     if launch.is_main_rank():
         record = {"num_prompts": evaluation.num_prompts, "reward": evaluation.reward, "length": evaluation.length}
+        if evaluation.failures:
+            record["reward_failures"] = evaluation.failures
         readable = (
             f"{args.reward}: {evaluation.reward:.1%} of {evaluation.num_prompts} prompts, {evaluation.length:.1f} tokens each"
+            + (f"; the reward failed for {evaluation.failures}, which count as 0" if evaluation.failures else "")
         )
         print(json.dumps(record) if args.json else readable)
     return 0

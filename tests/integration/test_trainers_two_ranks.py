@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from pathlib import Path
 
@@ -149,17 +148,19 @@ def test_evaluation_is_the_same_on_two_ranks(make, pool2, models, prompts):
     assert [first[k] for k in keys] == pytest.approx([second[k] for k in keys])
 
 
-def test_a_reward_that_fails_on_one_rank_ends_all_with_its_name(make, pool2, models):
+def test_a_reward_that_fails_on_one_rank_is_counted_on_all(make, pool2, models):
+    """At one of ten rows; it is worth 0.5 at the others."""
     changes = {
+        "max_steps": 1,
         "data.eval": str(models / "sums.jsonl"),
         "eval.max_new_tokens": 3,
         "eval.reward": "trainer_cases:reward_that_fails",
     }
-    with pytest.raises(
-        AssertionError, match=r"rank \d: reward trainer_cases:reward_that_fails: row 1: it raised KeyError"
-    ) as error:
-        pool2.run(run_and_report, make("sft", **changes), timeout_s=60)
-    assert len(re.findall(r"ValueError: rank \d: reward", str(error.value))) >= 2
+    tree = make("sft", **changes)
+    pool2.run(run_and_report, tree)
+    for record in lines(tree, "metrics.jsonl"):
+        assert record["eval_reward"] == pytest.approx(0.45)
+        assert record["eval_reward_failures"] == 1
 
 
 def test_bad_input_is_refused_on_every_rank(make, pool2):

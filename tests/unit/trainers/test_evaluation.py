@@ -78,16 +78,21 @@ class OneCompletion:
 @pytest.mark.parametrize(
     ("reward", "expected"),
     [
-        (lambda completion, prompt: None, "it raised TypeError: float"),
+        (lambda completion, prompt: None, "it gave None; allowed: a finite number"),
         (lambda completion, prompt: math.nan, "it gave nan; allowed: a finite number"),
         (lambda completion, prompt: {}[completion], "it raised KeyError: '2'"),
     ],
 )
-def test_a_reward_that_fails_is_named_with_its_row(monkeypatch, reward, expected):
-    monkeypatch.setitem(sys.modules, "users_rewards", SimpleNamespace(mine=reward))
-    evaluator = Evaluator(EvalConfig(reward="users_rewards:mine"), [Prompt(7, (1,), "a")])
-    with pytest.raises(ValueError, match=f"reward users_rewards:mine: row 7: {expected}"):
-        evaluator.run(OneCompletion())
+def test_a_reward_that_fails_counts_as_zero_and_is_named(monkeypatch, caplog, reward, expected):
+    """At one of two rows: the evaluation goes on, and says how many failed."""
+    monkeypatch.setitem(
+        sys.modules, "users_rewards", SimpleNamespace(mine=lambda text, prompt: reward(text, prompt) if prompt.index == 7 else 1)
+    )
+    found = Evaluator(EvalConfig(reward="users_rewards:mine"), [Prompt(7, (1,), "a"), Prompt(8, (1,), "a")]).run(OneCompletion())
+    assert (found.reward, found.failures) == (0.5, 1)
+    assert [sample.reward for sample in found.samples] == [0.0, 1.0]
+    assert found.metrics() == {"eval_reward": 0.5, "eval_length": 2.0, "eval_truncated": 0.0, "eval_reward_failures": 1.0}
+    assert f"reward users_rewards:mine: row 7: {expected}; it counts as default=0" in caplog.text
 
 
 def test_means_of_an_evaluation():

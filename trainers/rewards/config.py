@@ -1,0 +1,112 @@
+"""One component of the reward, as the YAML names it. No torch."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Literal, cast, get_args
+from urllib.parse import urlsplit
+
+from pydantic import Field, ValidationError, model_validator
+
+from hybrid.config import Strict
+
+Kind = Literal["exact_match", "numeric_match", "math_verify", "length", "regex", "format", "function", "http"]
+NAMED_BY_PREFIX = ("regex", "format", "function", "http")
+OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "math_verify": ("timeout_s",),
+    "length": ("max_tokens", "buffer"),
+    "function": ("timeout_s",),
+    "http": ("timeout_s", "retries", "batch_size"),
+}
+ALLOWED = (
+    "exact_match, numeric_match, math_verify, length, regex:PATTERN, format:PATTERN, module:function, http://HOST/PATH, "
+    "https://HOST/PATH"
+)
+_FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
+
+
+class RewardConfig(Strict):
+    """A component. The score of a response is the sum of weight * value over all components."""
+
+    name: str = Field(
+        description="exact_match: the completion is the answer; numeric_match: its last number is; math_verify: they are equal "
+        "as mathematics (needs the package math-verify); length: see max_tokens; regex:PATTERN: found in the completion; "
+        "format:PATTERN: matches all of it; module:function: of (completion, prompt), in a thread of its own; a URL: see "
+        "trainers/rewards/remote.py"
+    )
+    weight: float = 1.0
+    default: float = Field(0.0, description="the value of a response for which the component failed or took too long")
+    timeout_s: float | None = Field(None, gt=0, description="module:function, math_verify, URLs: seconds per call; None: 10")
+    retries: int | None = Field(None, ge=0, description="URLs: further attempts after a lost connection or a 5xx; None: 2")
+    batch_size: int | None = Field(None, ge=1, description="URLs: responses per request; None: 64")
+    max_tokens: int | None = Field(None, ge=1, description="length: a response of so many tokens or more is worth -1")
+    buffer: int | None = Field(None, ge=1, description="length: tokens before max_tokens over which it falls from 0 to -1")
+
+    @model_validator(mode="after")
+    def _check(self) -> RewardConfig:
+        kind = self.kind
+        for option in ("timeout_s", "retries", "batch_size", "max_tokens", "buffer"):
+            if getattr(self, option) is not None and option not in OPTIONS.get(kind, ()):
+                users = ", ".join(other for other, options in OPTIONS.items() if option in options)
+                raise ValueError(f"reward {self.name}: {option} does not belong to it, only to: {users}; leave it out")
+        if kind == "length":
+            if self.max_tokens is None or self.buffer is None:
+                raise ValueError(
+                    "reward length needs max_tokens, from where on it is -1, and buffer, over how many it falls from 0"
+                )
+            if self.buffer > self.max_tokens:
+                raise ValueError(f"reward length: buffer={self.buffer}; allowed: 1 to max_tokens={self.max_tokens}")
+        return self
+
+    @property
+    def kind(self) -> Kind:
+        return kind_of(self.name)
+
+    @property
+    def label(self) -> str:
+        """What metrics call it: the name, a URL without its query."""
+        return self.name.partition("?")[0] if self.kind == "http" else self.name
+
+
+def kind_of(name: str) -> Kind:
+    """Raises ValueError for an unknown name (with the nearest), a pattern that does not compile, a malformed URL."""
+    head, colon, rest = name.partition(":")
+    if head in ("http", "https") and colon:
+        _check_url(name)
+        return "http"
+    if head in ("regex", "format") and colon:
+        try:
+            re.compile(rest)
+        except re.error as error:
+            raise ValueError(f"reward {name}: not a regular expression: {error}") from None
+        return "regex" if head == "regex" else "format"
+    if name in get_args(Kind) and name not in NAMED_BY_PREFIX:
+        return cast(Kind, name)
+    if _FUNCTION.fullmatch(name):
+        return "function"
+    known = [kind for kind in get_args(Kind) if kind != "function"]
+    near = difflib.get_close_matches(head, known, 1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    raise ValueError(f"reward {name!r} is unknown; {hint}allowed: {ALLOWED}")
+
+
+def from_name(name: str) -> RewardConfig:
+    """The component that a name alone stands for. Raises ValueError, one line."""
+    try:
+        return RewardConfig(name=name)
+    except ValidationError as error:
+        raise ValueError("; ".join(e["msg"].removeprefix("Value error, ") for e in error.errors())) from None
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError as error:
+        raise ValueError(f"reward {url}: {error}; allowed: http://HOST:PORT/PATH or https://HOST:PORT/PATH") from None
+    if not parts.hostname or re.search(r"[\s\x00-\x1f\x7f]", url):
+        raise ValueError(f"reward {url!r}: allowed: http://HOST:PORT/PATH or https://HOST:PORT/PATH")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"reward {parts.scheme}://{parts.hostname}: a user or password in a URL would be logged; leave them out")
