@@ -1,18 +1,20 @@
 """The only training loop. It knows no algorithm: an algorithm chooses responses, names its scorers and gives a loss per token.
 
-A step: the next prompts -> rollouts -> scorers fill named fields -> forward and backward over micro-batches -> certificate ->
-optimizer -> scorers follow -> evaluation -> one record -> checkpoint. Every rank runs the same sequence of collectives.
+A step: the next prompts -> rollouts -> scorers fill named fields -> experience -> updates (forward and backward over
+micro-batches, certificate, optimizer, for each model that learns) -> evaluation -> one record -> checkpoint. Every rank runs the
+same sequence of collectives.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hybrid import rng
@@ -21,8 +23,8 @@ from hybrid.checkpoint import prune, read_header
 from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from hybrid.mesh import Mesh, open_mesh
-from hybrid.monitor import Monitor
-from trainers.algorithm import Algorithm
+from hybrid.monitor import Monitor, Phase
+from trainers.algorithm import Algorithm, Learner, Mixture
 from trainers.certificate import Certifier, enforce, is_due
 from trainers.config import OPSDConfig, RunConfig, SFTConfig
 from trainers.data.batching import make_batches
@@ -36,6 +38,7 @@ from trainers.run_folder import open_run, starting_model
 from trainers.scoring import open_teacher
 from trainers.sft import SFT
 from trainers.statistics import num_sampled, rollout_statistics
+from trainers.types import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +135,7 @@ class Run:
         self.algorithm = open_algorithm(config, engine, start)
         self.algorithm.check(data.prompts)
         rng.seed_all(config.seed, engine.rank)
-        state = engine.load(checkpoint, ema=self._averages(), seed=config.seed) if checkpoint else {}
+        state = self._load(checkpoint) if checkpoint else {}
         self.step: int = state.get("step", 0)
         self.evaluations: dict[str, dict[str, float]] = state.get("evaluations", {})  # "before", "last"
         position = DataPosition(**state["data"]) if state else DataPosition()
@@ -147,13 +150,12 @@ class Run:
 
     def close(self) -> None:
         self.monitor.close()
-        for scorer in self.algorithm.scorers:
-            scorer.close()
+        self.algorithm.close()
 
     def to_the_end(self, stop: Callable[[], bool], on_step: Callable[[int, dict[str, Any]], None]) -> TrainResult:
         stopped = False
         if self.step >= self.config.max_steps:  # a finished run that lost its model/
-            self.engine.save_pretrained(self.run_dir / "model")
+            self._export()
         if self.step == 0 and self.config.eval.before and self.evaluator is not None:
             record = self._evaluate("before")
             self.monitor.log(0, record)
@@ -166,7 +168,7 @@ class Run:
             every = self.config.checkpoint.every
             finished = self.step == self.config.max_steps
             if finished:  # before its checkpoint: a run whose last checkpoint stands has its model
-                self.engine.save_pretrained(self.run_dir / "model")
+                self._export()
             if stopped or finished or (every is not None and self.step % every == 0):
                 self._save()
         return _result(self.run_dir, self.step, self.evaluations, stopped=stopped)
@@ -176,40 +178,62 @@ class Run:
     def _step(self) -> dict[str, Any]:
         config, engine, algorithm, monitor = self.config, self.engine, self.algorithm, self.monitor
         step = self.step + 1
-        drawn = self.stream.take(algorithm.prompts_per_step)
-        with engine.holding() if any(s.reads_policy for s in algorithm.scorers) else nullcontext():
+        held = algorithm.samples_again or any(s.reads_policy for s in algorithm.scorers)
+        with engine.holding() if held else nullcontext():
             before = engine.ledger
             with monitor.phase("rollout") as phase:
-                rollouts = algorithm.rollouts(step, drawn)
+                rollouts, record = algorithm.rollouts(step, self.stream.take)
                 phase.tokens += num_sampled(rollouts)
             swap = self._swap() if engine.ledger is not before else {}
             with monitor.phase("score") as phase:
                 fields = {scorer.field: scorer.score(rollouts) for scorer in algorithm.scorers}
+                fields, found = algorithm.experience(step, rollouts, fields)
                 phase.tokens += sum(len(r.ids) for r in rollouts) if fields else 0
-        record = {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **swap}
-        certifier = self._certifier(step, sampled=record["sampled"] > 0)
-        batches = make_batches(
-            rollouts,
-            config.train.micro_batch_tokens,
-            with_prompt=algorithm.with_prompt,
-            packed=engine.model.packs,
-            fields=fields,
-        )
+        record |= {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **found, **swap}
+        updates = []
         with monitor.phase("train") as phase:
-            phase.tokens += sum(b.num_tokens for b in batches)
-            with algorithm.token_loss() as token_loss:
-                record |= self._forward_backward(batches, certifier.watch(token_loss) if certifier else token_loss)
-            if certifier is not None:
-                record |= self._certify(certifier, step)
-            record |= engine.optim_step()
-            for scorer in algorithm.scorers:
-                scorer.after_step()
+            for number, places in enumerate(algorithm.minibatches(step, rollouts)):
+                updates.append(self._update(step, number, [rollouts[i] for i in places], _at(fields, places), phase))
+            algorithm.after_step()
+        record |= _averaged(updates)
         self.step = step
         if config.log.completions:
             monitor.completions(step, table_rows("train", rollouts[: config.log.completions]))
         if self._evaluation_due():
             record |= self._evaluate("last")
         return record
+
+    def _update(
+        self, step: int, number: int, rollouts: list[Rollout], fields: dict[str, list[Tensor]], phase: Phase
+    ) -> dict[str, float]:
+        """One optimizer step of each model that learns, on one mini-batch."""
+        engine, algorithm = self.engine, self.algorithm
+        batches = algorithm.before_update(number, self._batches(rollouts, fields, unit=algorithm.unit))
+        record: dict[str, float] = {}
+        for learner in algorithm.learners(step):
+            policy = learner.engine is engine
+            certifier = self._certifier(step, rollouts) if policy and number == 0 else None
+            with learner.token_loss() as token_loss:
+                loss = certifier.watch(token_loss) if certifier else token_loss
+                means = self._forward_backward(learner, batches, loss)
+            phase.tokens += sum(b.num_tokens for b in batches)
+            if certifier is not None:
+                means |= self._certify(certifier, step)
+            for mixture in algorithm.mixtures(step, number) if policy else ():
+                means |= self._mix(mixture)
+            means |= learner.engine.optim_step()
+            record |= {f"{learner.prefix}{name}": value for name, value in means.items()}
+        return record
+
+    def _batches(self, rollouts: Sequence[Rollout], fields: dict[str, list[Tensor]], *, unit: int = 1) -> list[Batch]:
+        return make_batches(
+            rollouts,
+            self.config.train.micro_batch_tokens,
+            with_prompt=self.algorithm.with_prompt,
+            packed=self.engine.model.packs,
+            fields=fields,
+            unit=unit,
+        )
 
     def _swap(self) -> dict[str, float]:
         """Of the stay in generation that sampled the step's responses; `rollout_idle_s`: seconds in which a rank had nothing left
@@ -225,18 +249,26 @@ class Run:
             "rollout_idle_s_max": max(idle),
         }
 
-    def _forward_backward(self, batches: list[Batch], token_loss: TokenLoss) -> dict[str, float]:
-        reduction, length = self.algorithm.reduction, self.algorithm.constant_length
+    def _forward_backward(self, learner: Learner, batches: list[Batch], token_loss: TokenLoss) -> dict[str, float]:
+        reduction, length = learner.reduction, learner.constant_length
         weights, count = None, None
         if reduction != "token_mean":
             weights = [target_weights(batch, reduction, length) for batch in batches]
             count = sum(denominator(batch, reduction) for batch in batches)
-        means = self.engine.forward_backward(batches, token_loss, weights=weights, denominator=count)
+        means = learner.engine.forward_backward(batches, token_loss, weights=weights, denominator=count)
         return self.algorithm.summarise(means)
 
-    def _certifier(self, step: int, *, sampled: bool) -> Certifier | None:
-        """Where a certificate is due, in a step whose tokens were sampled (on whatever rank)."""
-        if not sampled or not is_due(self.config.certificate, step, first=not self.certified):
+    def _mix(self, mixture: Mixture) -> dict[str, float]:
+        """Adds the gradient of weight x mean loss over the mixture's own tokens."""
+        batches = self._batches(mixture.rollouts, {})
+        weights = [torch.full((b.num_targets,), mixture.weight) for b in batches]
+        count = float(sum(b.num_targets for b in batches))
+        means = self.engine.forward_backward(batches, mixture.token_loss, weights=weights, denominator=count)
+        return {f"{mixture.name}_loss": means["loss"], f"{mixture.name}_tokens": means["tokens"]}
+
+    def _certifier(self, step: int, rollouts: Sequence[Rollout]) -> Certifier | None:
+        """Where a certificate is due, for a mini-batch with tokens that were sampled (on whatever rank)."""
+        if not is_due(self.config.certificate, step, first=not self.certified) or not self.mesh.sum([num_sampled(rollouts)])[0]:
             return None
         dtype = self.config.engine.compute_dtype
         return Certifier(self.config.certificate, temperature=self.algorithm.temperature, compute_dtype=dtype)
@@ -264,6 +296,10 @@ class Run:
 
     # -- state
 
+    def _export(self) -> None:
+        self.engine.save_pretrained(self.run_dir / "model")
+        self.algorithm.export(self.run_dir)
+
     def _load_data(self, *, held_out: bool) -> PromptSet:
         engine = self.engine
         found = load_prompts(self.config.data, engine.tokenizer, held_out=held_out, eos_token_ids=engine.model.eos_token_ids)
@@ -272,16 +308,38 @@ class Run:
             logger.log(logging.WARNING if dropped else logging.INFO, "%s data: %s", "held-out" if held_out else "training", found)
         return found
 
-    def _averages(self) -> dict[str, Tensor] | None:
-        return {name: t for scorer in self.algorithm.scorers for name, t in scorer.averages().items()} or None
+    def _load(self, checkpoint: Path) -> dict[str, Any]:
+        algorithm = self.algorithm
+        state = self.engine.load(checkpoint, ema=algorithm.averages() or None, others=algorithm.others, seed=self.config.seed)
+        algorithm.load_state(state.get("algorithm", {}))
+        return state
 
     def _save(self) -> None:
+        algorithm = self.algorithm
         state = {
             "step": self.step,
             "finished": self.step >= self.config.max_steps,  # then model/ is of this step
             "data": self.stream.position.to_json(),
             "evaluations": self.evaluations,
+            "algorithm": algorithm.state(),
         }
-        self.engine.save(self.run_dir / "checkpoints" / f"step_{self.step}", state, ema=self._averages())
+        path = self.run_dir / "checkpoints" / f"step_{self.step}"
+        self.engine.save(path, state, ema=algorithm.averages() or None, others=algorithm.others)
         if self.engine.rank == 0:
             prune(self.run_dir, self.config.checkpoint.keep)
+
+
+def _at(fields: dict[str, list[Tensor]], places: Sequence[int]) -> dict[str, list[Tensor]]:
+    return {name: [values[i] for i in places] for name, values in fields.items()}
+
+
+def _averaged(updates: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Means over the updates of a step; of lr the last, of tokens the sum."""
+    record: dict[str, float] = {}
+    for name in dict.fromkeys(n for update in updates for n in update):
+        values = [update[name] for update in updates if name in update]
+        if name.endswith("tokens"):
+            record[name] = sum(values)
+        else:
+            record[name] = values[-1] if name.endswith("lr") else sum(values) / len(values)
+    return record

@@ -13,8 +13,9 @@ from torch import Tensor
 from hybrid.batch import Batch
 from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
+from trainers.algorithm import Algorithm, Learner, Take
 from trainers.config import OPSDConfig
-from trainers.data.order import DrawnPrompt, coin
+from trainers.data.order import coin
 from trainers.losses import divergence_token_loss
 from trainers.rollout import given_rollouts, given_share, require_room, sample_rollouts
 from trainers.scoring import TeacherScorer
@@ -23,15 +24,12 @@ from trainers.types import Prompt, Rollout
 logger = logging.getLogger(__name__)
 
 
-class OPSD:
-    with_prompt = False
-
+class OPSD(Algorithm):
     def __init__(self, config: OPSDConfig, engine: HybridEngine, teacher: TeacherScorer) -> None:
         self.config, self.engine, self.teacher = config, engine, teacher
         self.scorers = (teacher,)
         self.prompts_per_step = config.rollout.prompts_per_step
         self.temperature = config.rollout.sampling.temperature
-        self.reduction, self.constant_length = config.loss.reduction, config.loss.constant_length
         self.sampling = config.rollout.sampling.params(num_samples=config.rollout.samples_per_prompt, seed=config.seed)
         if config.loss.divergence == "sampled_token" and config.rollout.sampling.truncates and engine.rank == 0:
             logger.warning(
@@ -54,11 +52,16 @@ class OPSD:
             if given and prompt.response_ids is None:
                 raise ValueError(f"data: row {prompt.index} has no response; rollout.given_fraction needs data.response_column")
 
-    def rollouts(self, step: int, prompts: Sequence[DrawnPrompt]) -> list[Rollout]:
+    def rollouts(self, step: int, take: Take) -> tuple[list[Rollout], dict[str, float]]:
+        prompts = take(self.prompts_per_step)
         if coin(self.config.seed, step, self.config.rollout.given_fraction):
             mine = given_share(prompts, self.engine.rank, self.engine.world_size)
-            return given_rollouts(mine, self.engine.weight_version)
-        return sample_rollouts(self.engine, prompts, self.sampling)
+            return given_rollouts(mine, self.engine.weight_version), {}
+        return sample_rollouts(self.engine, prompts, self.sampling), {}
+
+    def learners(self, step: int) -> Sequence[Learner]:
+        loss = self.config.loss
+        return [Learner(self.engine, self.token_loss, reduction=loss.reduction, constant_length=loss.constant_length)]
 
     @contextmanager
     def token_loss(self) -> Iterator[TokenLoss]:

@@ -23,9 +23,15 @@ def counted_positions(rollout: Rollout, *, with_prompt: bool = False) -> list[in
     return places
 
 
-def group_by_length(lengths: Sequence[int], micro_batch_tokens: int, *, packed: bool = False) -> list[list[int]]:
+def group_by_length(lengths: Sequence[int], micro_batch_tokens: int, *, packed: bool = False, unit: int = 1) -> list[list[int]]:
     """Indices of sequences in groups of at most `micro_batch_tokens` tokens, longest first: of those that are run, which are
-    count x longest unless `packed`. A sequence that is longer on its own gets a group of its own: nothing is cut."""
+    count x longest unless `packed`. A sequence that is longer on its own gets a group of its own: nothing is cut. Each `unit` of
+    sequences in a row stays together, in its order."""
+    if unit > 1:
+        units = [lengths[i : i + unit] for i in range(0, len(lengths), unit)]
+        sizes = [sum(u) if packed else max(u) * unit for u in units]
+        grouped = group_by_length(sizes, micro_batch_tokens, packed=packed)
+        return [[i * unit + k for i in group for k in range(len(units[i]))] for group in grouped]
     groups: list[list[int]] = []
     size = 0
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -46,10 +52,11 @@ def make_batches(
     with_prompt: bool = False,
     packed: bool = False,
     fields: Mapping[str, Sequence[Tensor]] | None = None,
+    unit: int = 1,
 ) -> list[Batch]:
     """Micro-batches over `rollouts`, length-sorted; `packed` if the model runs them unpadded. `fields[name][i]` [n_i, ...] fills
-    the named Batch field for the counted tokens of rollout i (what a scorer returned)."""
-    groups = group_by_length([len(r.ids) for r in rollouts], micro_batch_tokens, packed=packed)
+    the named Batch field for the counted tokens of rollout i (what a scorer returned). `unit` as in `group_by_length`."""
+    groups = group_by_length([len(r.ids) for r in rollouts], micro_batch_tokens, packed=packed, unit=unit)
     return [
         pack(
             [rollouts[i] for i in group],
