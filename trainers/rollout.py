@@ -84,6 +84,7 @@ def given_rollouts(prompts: Sequence[DrawnPrompt], weight_version: int) -> list[
                 finish_reason="stop",
                 weight_version=weight_version,
                 text=prompt.response or "",
+                group=drawn.key,
             )
         )
     return rollouts
@@ -118,4 +119,5 @@ def _from_policy(drawn: DrawnPrompt, completion: Completion) -> Rollout:
         finish_reason=completion.finish_reason,
         weight_version=completion.weight_version,
         text=completion.text or "",
+        group=drawn.key,
     )

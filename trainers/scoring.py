@@ -1,12 +1,13 @@
-"""Teachers behind one seam: a scorer fills exactly one named field of the batches from the rollouts, and nothing else.
+"""Models that read rollouts, behind one seam: a scorer fills exactly one named field of the batches, and nothing else.
 
 To the loss a frozen checkpoint, the starting weights with a privileged context, today's weights with it, and their moving
-average look alike: `teacher_hidden`, which waits on the host, and a head that is gathered while the loss runs.
+average look alike: `teacher_hidden`, which waits on the host, and a head that is gathered while the loss runs. A reference is
+the same with `reference_logprobs` instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Protocol
@@ -14,13 +15,14 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.engine import HybridEngine
 from hybrid.models import ShardedModel
 from hybrid.modes import Generation, OnLeave
 from inference_v2.head import Head
-from trainers.config import FrozenTeacher, SelfTeacher, Teacher
-from trainers.data.batching import counted_positions, group_by_length, pack
+from trainers.config import FrozenTeacher, Reference, SelfTeacher, Teacher
+from trainers.data.batching import counted_positions, group_by_length, pack, read_at
 from trainers.rollout import with_privileged_prompt
 from trainers.types import Rollout
 
@@ -52,16 +54,13 @@ class Scorer(Protocol):
         ...
 
 
-class TeacherScorer:
-    """`teacher_hidden`: the teacher's final hidden states at the counted positions, with the privileged prompt (where a row has
-    one) in place of the student's. No gradient, no dropout, and the student's mode and generators are left alone.
+class ModelScorer:
+    """Reads rollouts with one model. No gradient, no dropout, and the policy's mode and generators are left alone.
 
     `generation`: packed prefills of the inference engine, which compute the prompt of several samples once; its fused copy is
     kept for as long as the weights are the same. None: the engine's own for `live` (the policy's copy, which a rollout of the
     same step has gathered already), else the training module, in micro-batches.
     """
-
-    field = "teacher_hidden"
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class TeacherScorer:
     ) -> None:
         self.model, self.engine, self.scoring, self.generation = model, engine, scoring, generation
         self.micro_batch_tokens, self.ema_decay, self.offload = micro_batch_tokens, ema_decay, offload
-        self._version = 0  # of the teacher's own weights
+        self._version = 0  # of the model's own weights
         if offload:
             model.offload()
 
@@ -85,50 +84,34 @@ class TeacherScorer:
         """Whether it scores with the policy's own fused copy."""
         return self.scoring == "engine" and self.generation is None
 
-    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        seen = [with_privileged_prompt(r) for r in rollouts]
+    def _read(self, rollouts: Sequence[Rollout], *, temperature: float | None = None) -> list[Tensor]:
+        """At the counted positions of each rollout: log-probs at `temperature` [n], or hidden states [n, H] without one."""
         with self._on_device():
-            return self._by_module(seen) if self.scoring == "module" else self._by_engine(seen)
+            read = self._by_module if self.scoring == "module" else self._by_engine
+            return read(rollouts, temperature)
 
-    def _by_engine(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+    def _by_engine(self, rollouts: Sequence[Rollout], temperature: float | None) -> list[Tensor]:
         places = [counted_positions(r) for r in rollouts]
         starts = [min(p, default=len(r.ids)) for p, r in zip(places, rollouts, strict=True)]
         sequences = [r.ids for r in rollouts]
+        hidden = temperature is None
+        what: dict[str, Any] = {"starts": starts, "logprobs": not hidden, "hidden": hidden, "temperature": temperature or 1.0}
         if self.generation is None:
-            scored = self.engine.score_sequences(sequences, starts=starts, logprobs=False, hidden=True)
+            scored = self.engine.score_sequences(sequences, **what)
         else:
-            scored = self.generation.score(self._version, sequences, starts=starts, logprobs=False, hidden=True)
-        hidden: list[Tensor] = []
+            scored = self.generation.score(self._version, sequences, **what)
+        found: list[Tensor] = []
         for result, start, wanted in zip(scored, starts, places, strict=True):
-            assert result.hidden is not None, "asked for"
-            whole = len(wanted) == len(result.hidden)
-            hidden.append(result.hidden if whole else result.hidden[torch.tensor(wanted, dtype=torch.long) - start])
-        return hidden
+            rows = result.hidden if hidden else result.logprobs
+            assert rows is not None, "asked for"
+            found.append(rows if len(wanted) == len(rows) else rows[torch.tensor(wanted, dtype=torch.long) - start])
+        return found
 
-    def _by_module(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        groups = group_by_length([len(r.ids) for r in rollouts], self.micro_batch_tokens, packed=self.model.packs)
-        hidden: list[Tensor] = [torch.empty(0)] * len(rollouts)
-        for number, batch in enumerate(self.engine.equalise([pack([rollouts[i] for i in group]) for group in groups])):
-            states = self.model.hidden_states(batch).to("cpu")  # [N, H]
-            group = groups[number] if number < len(groups) else []
-            for i, rows in zip(group, states.split([len(counted_positions(rollouts[i])) for i in group]), strict=True):
-                hidden[i] = rows
-        return hidden
+    def _by_module(self, rollouts: Sequence[Rollout], temperature: float | None) -> list[Tensor]:
+        def read(batch: Batch) -> Tensor:
+            return self.model.hidden_states(batch) if temperature is None else self.model.token_logprobs(batch, temperature)
 
-    @contextmanager
-    def head(self) -> Iterator[Head]:
-        """The teacher's head, gathered and detached, for as long as the loss runs; a forward of the teacher would free it."""
-        if self.generation is not None and self.generation.keeps_copy:
-            yield self.generation.head(self._version)
-            return
-        if self.model is not self.engine.model and not self.offload:
-            with self.model.head() as head:
-                yield head
-            return
-        # The student's own passes free and gather a live teacher's head again; an offloaded one's leaves the device.
-        with self._on_device(), self.model.head() as head:
-            copy = replace(head, weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
-        yield copy
+        return in_micro_batches(self.engine, self.model, rollouts, self.micro_batch_tokens, read)
 
     def after_step(self) -> None:
         if self.ema_decay is not None:
@@ -159,54 +142,173 @@ class TeacherScorer:
             self.model.offload()
 
 
+class TeacherScorer(ModelScorer):
+    """`teacher_hidden`: the teacher's final hidden states at the counted positions, with the privileged prompt (where a row has
+    one) in place of the student's."""
+
+    field = "teacher_hidden"
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        return self._read([with_privileged_prompt(r) for r in rollouts])
+
+    @contextmanager
+    def head(self) -> Iterator[Head]:
+        """The teacher's head, gathered and detached, for as long as the loss runs; a forward of the teacher would free it."""
+        if self.generation is not None and self.generation.keeps_copy:
+            yield self.generation.head(self._version)
+            return
+        if self.model is not self.engine.model and not self.offload:
+            with self.model.head() as head:
+                yield head
+            return
+        # The student's own passes free and gather a live teacher's head again; an offloaded one's leaves the device.
+        with self._on_device(), self.model.head() as head:
+            copy = replace(head, weight=head.weight.clone(), bias=None if head.bias is None else head.bias.clone())
+        yield copy
+
+
+class ReferenceScorer(ModelScorer):
+    """`reference_logprobs`: raw log-probs of the counted tokens at the policy's temperature, under weights that stay."""
+
+    field = "reference_logprobs"
+    temperature = 1.0
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        return self._read(rollouts, temperature=self.temperature)
+
+
+class OldLogprobs:
+    """`old_logprobs`: raw log-probs under the policy's weights of now, by its training forward (without dropout)."""
+
+    field = "old_logprobs"
+    reads_policy = False
+
+    def __init__(self, engine: HybridEngine, *, temperature: float, micro_batch_tokens: int) -> None:
+        self.engine, self.temperature, self.micro_batch_tokens = engine, temperature, micro_batch_tokens
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        def read(batch: Batch) -> Tensor:
+            return self.engine.score(batch, self.temperature)
+
+        return in_micro_batches(self.engine, self.engine.model, rollouts, self.micro_batch_tokens, read)
+
+    def after_step(self) -> None: ...
+
+    def averages(self) -> dict[str, Tensor]:
+        return {}
+
+    def close(self) -> None: ...
+
+
+def in_micro_batches(
+    engine: HybridEngine,
+    model: ShardedModel,
+    rollouts: Sequence[Rollout],
+    micro_batch_tokens: int,
+    read: Callable[[Batch], Tensor],
+    places: Sequence[Sequence[int]] | None = None,
+) -> list[Tensor]:
+    """`read` [N, ...] of micro-batches over this rank's rollouts, back by rollout, on the host. With `places`, read at those
+    tokens of each instead of before its counted ones. Collective: ranks with fewer micro-batches read empty ones."""
+    lengths = [len(r.ids) for r in rollouts]
+    groups = group_by_length(lengths, micro_batch_tokens, packed=model.packs)
+    counts = [len(p) for p in places] if places is not None else [len(counted_positions(r)) for r in rollouts]
+    batches = []
+    for group in groups:
+        batch = pack([rollouts[i] for i in group])
+        batches.append(batch if places is None else read_at(batch, [places[i] for i in group]))
+    found: list[Tensor] = [torch.empty(0)] * len(rollouts)
+    for number, batch in enumerate(engine.equalise(batches)):
+        rows = read(batch).to("cpu")
+        group = groups[number] if number < len(groups) else []
+        for i, part in zip(group, rows.split([counts[i] for i in group]), strict=True):
+            found[i] = part
+    return found
+
+
 def open_teacher(
     teacher: Teacher, engine: HybridEngine, config: HybridConfig, *, start: str, micro_batch_tokens: int
 ) -> TeacherScorer:
     """The scorer that `teacher` describes. `start` is the folder the student started from (also on a resume). Raises ValueError
-    where student and teacher do not share a vocabulary. Collective.
-
-    A frozen teacher that is scored by the inference engine has no shards: its fused copy is read from the folder. Only where
-    that does not fit (rollout.gather) are its shards made, and its layers streamed.
-    """
-    options: dict[str, Any] = {"micro_batch_tokens": micro_batch_tokens}
+    where student and teacher do not share a vocabulary. Collective."""
     if isinstance(teacher, SelfTeacher) and teacher.weights == "live":
-        return TeacherScorer(engine.model, engine, scoring=_scoring(teacher, engine.model), **options)
-    compute = teacher.compute_dtype or config.compute_dtype
+        scoring = _scoring(teacher.scoring, engine.model)
+        return TeacherScorer(engine.model, engine, scoring=scoring, micro_batch_tokens=micro_batch_tokens)
     decay = teacher.ema_decay if isinstance(teacher, SelfTeacher) and teacher.weights == "ema" else None
     path = teacher.path if isinstance(teacher, FrozenTeacher) else start
     if path is None:
         raise ValueError("teacher.recipe is not trained yet; run it first and set teacher.path to its model folder")
-    limit = engine.model.vocab_limit
-    settings = config.model_copy(
-        update={"compute_dtype": compute, "master_dtype": "float32", "vocab_limit": limit, "dropout": False}
+    compute = teacher.compute_dtype or config.compute_dtype
+    settings = config.model_copy(update={"compute_dtype": compute})
+    options = _open_model(
+        path,
+        engine,
+        settings,
+        check=isinstance(teacher, FrozenTeacher),
+        scoring=teacher.scoring,
+        offload=teacher.offload,
+        decay=decay,
     )
+    return TeacherScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, ema_decay=decay, **options)
+
+
+def open_reference(
+    reference: Reference, engine: HybridEngine, config: HybridConfig, *, start: str, temperature: float, micro_batch_tokens: int
+) -> ReferenceScorer:
+    """A frozen copy of `reference.path`, or of `start`. Raises ValueError for another vocabulary. Collective."""
+    options = _open_model(
+        reference.path or start, engine, config, check=reference.path is not None, scoring="auto", offload=reference.offload
+    )
+    scorer = ReferenceScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, **options)
+    scorer.temperature = temperature
+    return scorer
+
+
+def _open_model(
+    path: str,
+    engine: HybridEngine,
+    config: HybridConfig,
+    *,
+    check: bool,
+    scoring: Literal["auto", "engine", "module"],
+    offload: bool,
+    decay: float | None = None,
+) -> dict[str, Any]:
+    """What a ModelScorer of a folder's weights is made of.
+
+    A frozen model that is scored by the inference engine has no shards: its fused copy is read from the folder. Only where
+    that does not fit (rollout.gather) are its shards made, and its layers streamed.
+    """
+    limit = engine.model.vocab_limit
+    settings = config.model_copy(update={"master_dtype": "float32", "vocab_limit": limit, "dropout": False})
     # Only an average needs fp32 masters: a frozen copy is held in the dtype it computes in.
     masters = decay is not None
     model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=masters, load=False)
-    if isinstance(teacher, FrozenTeacher):
+    if check:
         vocabulary = None if model.tokenizer is None else model.tokenizer.get_vocab()
         check_same_vocabulary(engine.tokenizer.get_vocab(), vocabulary, path)
         rows = model.hf_config.get_text_config().vocab_size
         if limit is not None and rows < limit:
             raise ValueError(f"teacher {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching teacher")
-    options |= {"scoring": _scoring(teacher, model), "ema_decay": decay}
-    if options["scoring"] == "module":
+    chosen = _scoring(scoring, model)
+    if chosen == "module":
         model.load()
-        return TeacherScorer(model, engine, offload=teacher.offload, **options)
-    on_leave: OnLeave = "offload" if teacher.offload else config.rollout.on_leave if masters else "keep"
+        return {"model": model, "scoring": chosen, "offload": offload}
+    on_leave: OnLeave = "offload" if offload else config.rollout.on_leave if masters else "keep"
     generation = Generation(model, on_leave=on_leave, keep_pool=False, from_files=not masters)
     if masters or generation.choose() == "stream":
         model.load()
     else:
         generation.head(version=0)  # a folder that does not fit its config is met at the start
-    return TeacherScorer(model, engine, generation=generation, offload=teacher.offload and not generation.keeps_copy, **options)
+    offload = offload and not generation.keeps_copy
+    return {"model": model, "scoring": chosen, "generation": generation, "offload": offload}
 
 
-def _scoring(teacher: Teacher, model: ShardedModel) -> Literal["engine", "module"]:
-    if teacher.scoring == "engine" and model.spec is None:
+def _scoring(asked: Literal["auto", "engine", "module"], model: ShardedModel) -> Literal["engine", "module"]:
+    if asked == "engine" and model.spec is None:
         raise ValueError(f"teacher.scoring=engine with model_type={model.hf_config.model_type!r}, which is not registered; "
                          "allowed: module, auto")  # fmt: skip
-    return "module" if teacher.scoring == "module" or model.spec is None else "engine"
+    return "module" if asked == "module" or model.spec is None else "engine"
 
 
 def check_same_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int] | None, name: str, show: int = 3) -> None:

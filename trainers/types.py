@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,8 @@ class Prompt:
     ids: tuple[int, ...]
     text: str  # as shown in the completions table
     answer: str | None = None
+    rejected_ids: tuple[int, ...] | None = None  # a given response that is worse than `response_ids`
+    margin: float | None = None  # by how much
     privileged_ids: tuple[int, ...] | None = None  # the teacher's prompt, built by the privileged template
     response: str | None = None  # a given response, as shown in the completions table
     response_ids: tuple[int, ...] | None = None  # the same, its end-of-sequence token included
@@ -43,7 +46,9 @@ class Rollout:
     finish_reason: str
     weight_version: int
     text: str
-    reward: float | None = None
+    reward: float | None = None  # the weighted sum of its parts
+    reward_parts: Mapping[str, float] | None = None  # by component
+    group: int = 0  # the key of the drawn prompt: samples of one prompt in one pass have one
 
     @property
     def num_prompt(self) -> int:

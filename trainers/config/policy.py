@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from hybrid.config import OptimizerConfig, Strict
+from trainers.rewards.config import RewardConfig
 
 KLEstimator = Literal["k1", "k2", "k3"]
 
@@ -35,6 +36,13 @@ class PolicyLoss(Strict):
         return self
 
 
+class Reference(Strict):
+    """The policy that the KL is taken to: a frozen copy, or with LoRA the base with the adapter off."""
+
+    path: str | None = Field(None, description="a HF folder or hub name; None: what the policy starts from")
+    offload: bool = Field(False, description="move its copy to host memory between uses (CUDA)")
+
+
 class Mismatch(Strict):
     """Correction for a rollout engine whose log-probs are not the trainer's: w = exp(log p_train - log p_rollout), detached.
     What it would be is reported always."""
@@ -54,6 +62,31 @@ class RewardKL(Strict):
     estimator: KLEstimator = "k1"
     target: float | None = Field(None, gt=0, description="adaptive beta: the KL per response to steer to (Ziegler et al. 2019)")
     horizon: int = Field(10_000, ge=1, description="adaptive beta: responses over which it may change by about the error")
+
+
+class RewardModelRef(Strict):
+    """A component of the reward: a sequence-classification folder (recipe: reward), read at a response's last token."""
+
+    model: str | None = Field(None, description="a HF folder or hub name with one label")
+    recipe: str | None = Field(None, description="a recipe that trains it into output_dir/reward/model if it is not there yet")
+    weight: float = 1.0
+    offload: bool = Field(False, description="move its shards to host memory between uses (CUDA)")
+
+    @model_validator(mode="after")
+    def _one(self) -> RewardModelRef:
+        if (self.model is None) == (self.recipe is None):
+            raise ValueError("give exactly one of model (a HF folder or hub name) and recipe (which trains it)")
+        return self
+
+
+def _reward_kind(reward: Any) -> str:
+    given = reward if isinstance(reward, dict) else reward.model_fields_set
+    return "model" if "model" in given or "recipe" in given else "name"
+
+
+RewardComponent = Annotated[
+    Annotated[RewardConfig, Tag("name")] | Annotated[RewardModelRef, Tag("model")], Discriminator(_reward_kind)
+]
 
 
 class RewardShaping(Strict):
@@ -77,6 +110,33 @@ class Critic(Strict):
     clip: float | None = Field(0.2, gt=0, description="of a value's change, as the policy's ratio is clipped")
     warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
     offload: bool = Field(False, description="move its shards and optimizer state to host memory between uses (CUDA)")
+
+
+class Advantages(Strict):
+    """Generalised advantage estimation (Schulman et al. 2016)."""
+
+    gamma: float = Field(1.0, gt=0, le=1)
+    lam: float = Field(0.95, ge=0, le=1)
+    bootstrap: bool = Field(True, description="a response cut by the length limit goes on with the value at its last token")
+    whiten: bool = Field(True, description="to mean 0 and deviation 1 over all tokens of the step, on all ranks")
+
+
+Estimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline"]
+
+
+class DynamicSampling(Strict):
+    """DAPO: prompts whose samples all have one reward teach nothing and are replaced by further prompts."""
+
+    max_batches: int = Field(4, ge=1, description="draws of prompts in a step, at most; then it makes do with what there is")
+
+
+class PretrainingMix(Strict):
+    """Adds weight x cross-entropy on given responses (or texts) to each update of the policy (PPO-ptx, Ouyang et al. 2022)."""
+
+    data: str = Field(description="as data.train; its rows' prompt and response columns are named as there")
+    weight: float = Field(1.0, gt=0)
+    batch_size: int = Field(16, ge=1, description="sequences per update, over all ranks")
+    completion_only: bool = True
 
 
 class Updates(Strict):

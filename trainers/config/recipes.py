@@ -8,12 +8,27 @@ from pydantic import Field, field_validator, model_validator
 
 from hybrid.config import HybridConfig, Strict
 from trainers.config.models import ModelConfig
+from trainers.config.policy import (
+    Advantages,
+    Critic,
+    DynamicSampling,
+    Estimator,
+    Mismatch,
+    PolicyLoss,
+    PretrainingMix,
+    Reference,
+    RewardComponent,
+    RewardKL,
+    RewardShaping,
+    Updates,
+)
 from trainers.config.sections import (
     CertificateConfig,
     CheckpointConfig,
     DataConfig,
     EvalConfig,
     LogConfig,
+    PairLoss,
     RolloutSection,
     TrainSection,
 )
@@ -63,4 +78,98 @@ class SFTConfig(RunConfig):
         return {"dropout": True, **engine} if isinstance(engine, dict) else engine
 
 
-CONFIGS: dict[str, type[RunConfig]] = {"opsd": OPSDConfig, "sft": SFTConfig}
+class PolicyConfig(RunConfig):
+    """What the recipes of policy optimisation share."""
+
+    rollout: RolloutSection = RolloutSection()
+    rewards: tuple[RewardComponent, ...] = Field(strict=False, min_length=1)
+    shaping: RewardShaping = RewardShaping()
+    reference: Reference | None = Field(Reference(), description="null: none, where no KL to it is asked for")
+    reward_kl: RewardKL = RewardKL()
+    updates: Updates = Updates()
+    mismatch: Mismatch = Mismatch()
+    loss: PolicyLoss = PolicyLoss()
+    teacher: Teacher | None = Field(None, description="pulls the policy to it, beside the reward")
+    distill: DistillLoss = DistillLoss()
+    distill_weight: float = Field(1.0, gt=0, description="of the divergence from the teacher")
+    ptx: PretrainingMix | None = None
+    ema_decay: float | None = Field(None, gt=0, lt=1, description="of an average of the policy; exported to output_dir/model_ema")
+
+    @model_validator(mode="after")
+    def _check(self) -> PolicyConfig:
+        if self.rollout.given_fraction > 0:
+            raise ValueError("rollout.given_fraction: a policy gradient needs tokens drawn from the policy; set it to 0")
+        wants_reference = self.reward_kl.beta > 0 or self.reward_kl.target is not None or self.loss.kl > 0
+        if self.reference is None and wants_reference:
+            raise ValueError("reward_kl and loss.kl need a reference; leave out `reference: null`, or set them to 0")
+        if self.reward_kl.target is not None and self.reward_kl.beta == 0:
+            raise ValueError("reward_kl.target adapts reward_kl.beta, which is 0 and would stay so; give beta a start value")
+        if self.loss.ratio == "sequence" and self.mismatch.correct != "off" and self.mismatch.level == "token":
+            raise ValueError(
+                "loss.ratio=sequence with mismatch.level=token; allowed: level=sequence, whose weight is one per response"
+            )
+        if self.teacher is not None and self.distill.divergence == "sampled_token":
+            raise ValueError("distill.divergence=sampled_token is a policy gradient of its own; use recipe: opsd, or a KL here")
+        if self.teacher is not None and self.distill.cross_entropy > 0:
+            raise ValueError("distill.cross_entropy acts on given responses; use ptx")
+        total = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if self.updates.minibatches > total:
+            raise ValueError(f"updates.minibatches={self.updates.minibatches}; allowed: up to the step's {total} responses")
+        return self
+
+
+class PPOConfig(PolicyConfig):
+    """Actor, critic, reference and reward in one process group (Schulman et al. 2017; Ouyang et al. 2022)."""
+
+    recipe: Literal["ppo"]
+    reward_kl: RewardKL = RewardKL(beta=0.05)
+    critic: Critic = Critic()
+    advantages: Advantages = Advantages()
+
+
+class GRPOConfig(PolicyConfig):
+    """Group-relative methods without a critic; the estimator, clips, ratio and reduction make GRPO, Dr. GRPO, RLOO, REINFORCE++,
+    DAPO or GSPO of it (recipes/grpo/README has the table)."""
+
+    recipe: Literal["grpo"]
+    estimator: Estimator = "grpo"
+    dynamic_sampling: DynamicSampling | None = None
+
+    @model_validator(mode="after")
+    def _check_groups(self) -> GRPOConfig:
+        grouped = self.estimator in ("grpo", "dr_grpo", "rloo", "reinforce_pp_baseline")
+        if grouped and self.rollout.samples_per_prompt < 2:
+            raise ValueError(
+                f"rollout.samples_per_prompt={self.rollout.samples_per_prompt} with estimator={self.estimator}, which compares "
+                "the samples of a prompt; allowed: 2 or more, or estimator=reinforce_pp"
+            )
+        if self.dynamic_sampling is not None and self.rollout.samples_per_prompt < 2:
+            raise ValueError("dynamic_sampling compares the samples of a prompt; set rollout.samples_per_prompt to 2 or more")
+        return self
+
+
+class RewardRecipe(RunConfig):
+    """Bradley-Terry on pairs: `chosen` is preferred to `rejected`. Keeps the checkpoint's dropout, as SFT does."""
+
+    recipe: Literal["reward"]
+    engine: HybridConfig = HybridConfig(dropout=True)
+    loss: PairLoss = PairLoss()
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _keep_dropout(cls, engine: Any) -> Any:
+        return {"dropout": True, **engine} if isinstance(engine, dict) else engine
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _chosen(cls, data: Any) -> Any:
+        return {"response_column": "chosen", "rejected_column": "rejected", **data} if isinstance(data, dict) else data
+
+
+CONFIGS: dict[str, type[RunConfig]] = {
+    "opsd": OPSDConfig,
+    "sft": SFTConfig,
+    "ppo": PPOConfig,
+    "grpo": GRPOConfig,
+    "reward": RewardRecipe,
+}

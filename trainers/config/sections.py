@@ -21,6 +21,8 @@ class DataConfig(Strict):
     response_column: str = "response"
     privileged_column: str = "privileged"
     answer_column: str = "answer"
+    rejected_column: str | None = Field(None, description="recipe: reward (rejected); its pair's better one is response_column")
+    margin_column: str = Field("margin", description="recipe: reward, optional: by how much the better one is better")
     chat: Literal["auto", "always", "never"] = Field(
         "auto", description="auto: messages and, where the tokenizer has a chat template, text prompts go through it"
     )
@@ -84,6 +86,13 @@ class TrainSection(Strict):
     )
     batch_size: int = Field(32, ge=1, description="SFT: sequences per optimizer step, over all ranks")
     completion_only: bool = Field(True, description="SFT: the prompt's tokens are not trained on")
+
+
+class PairLoss(Strict):
+    """-log sigmoid(s_chosen - s_rejected - margin) + centring (s_chosen + s_rejected)^2."""
+
+    margin: bool = Field(False, description="take data.margin_column off the difference (Touvron et al. 2023)")
+    centring: float = Field(0.0, ge=0, description="keeps scores near 0 (Eisenstein et al. 2023); 0.01 is usual")
 
 
 class EvalConfig(Strict):

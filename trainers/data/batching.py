@@ -108,3 +108,18 @@ def pack(
         on_policy=torch.tensor(on_policy, dtype=torch.bool),
         **{name: torch.cat(list(values)) for name, values in (fields or {}).items() if len(values)},
     )
+
+
+def read_at(batch: Batch, places: Sequence[Sequence[int]]) -> Batch:
+    """The same sequences, read at the given tokens of each (and not before the counted ones): for scores, not for losses."""
+    starts = batch.cu_seqlens[:-1].tolist()
+    index = [start + place for start, own in zip(starts, places, strict=True) for place in own]
+    sequence = [number for number, own in enumerate(places) for _ in own]
+    return Batch(
+        token_ids=batch.token_ids,
+        positions=batch.positions,
+        cu_seqlens=batch.cu_seqlens,
+        loss_index=torch.tensor(index, dtype=torch.long),
+        targets=torch.zeros(len(index), dtype=torch.long),
+        sequence_index=torch.tensor(sequence, dtype=torch.long),
+    )
