@@ -1,0 +1,43 @@
+"""What an environment is. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What an environment says to a turn of the policy. `text` goes into the conversation and the policy speaks again; None ends
+    it. `reward` is added to the conversation's. Raises ValueError for a text or a reward of another type, or not finite."""
+
+    text: str | None
+    reward: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.text is not None and not isinstance(self.text, str):
+            raise ValueError(f"reply: text={self.text!r:.80}; allowed: text, or None to end the conversation")
+        reward = float(self.reward)
+        if not math.isfinite(reward):
+            raise ValueError(f"reply: reward={reward}; allowed: a finite number")
+        object.__setattr__(self, "reward", reward)  # frozen for everybody else
+
+
+class Environment(Protocol):
+    """One conversation's other side: made for it as `Class(prompt, **settings)`, and asked after each turn of the policy.
+
+    It runs in a thread of its own, beside those of other conversations. What it raises ends its conversation, not the run.
+    """
+
+    @property
+    def stop(self) -> Sequence[str]:
+        """Strings that end a turn of the policy, beside those of the sampling; a class attribute will do."""
+        ...
+
+    def reply(self, text: str, ids: tuple[int, ...], finish_reason: str) -> Reply:
+        """To the turn `ids`, of which `text` leaves out special tokens only: a stop string that ended it is in both, with
+        whatever else its last token holds. `finish_reason` "length": the turn was cut, and no message can follow; the reward
+        counts."""
+        ...
