@@ -36,6 +36,7 @@ class Batch:
     sequence_log_ratio: Tensor | None = None  # [N] fp32: mean log-ratio of the token's sequence under today's weights, detached
     values: Tensor | None = None  # [N] fp32, of the critic before this step's first update
     returns: Tensor | None = None  # [N] fp32: what the critic learns
+    margins: Tensor | None = None  # [N] fp32: by how much a chosen response is better
 
     @property
     def num_tokens(self) -> int:

@@ -381,9 +381,11 @@ class HybridEngine:
     def _trained(self) -> Trained:
         return Trained(self.model.parameters(), self.optimizer)
 
-    def save_pretrained(self, path: str | os.PathLike[str], dtype: str | None = None) -> None:
+    def save_pretrained(
+        self, path: str | os.PathLike[str], dtype: str | None = None, *, weights: Mapping[str, Tensor] | None = None
+    ) -> None:
         """A HF folder that the model's own auto class loads, in `dtype` (None: the compute dtype). What text never runs (a
-        vision tower) is copied from the source folder bit for bit."""
+        vision tower) is copied from the source folder bit for bit. `weights`: these in place of the model's, an average say."""
         if dtype is not None and dtype not in EXPORT_DTYPES:
             raise ValueError(f"save_pretrained: dtype={dtype!r}; allowed: {', '.join(EXPORT_DTYPES)}")
         model = self.model
@@ -391,7 +393,7 @@ class HybridEngine:
         copied = [name for name, _ in model.module.named_hf_parameters() if name.startswith(towers)] if towers else []
         save_pretrained(
             path,
-            ((name, p.detach()) for name, p in model.parameters().items() if not name.startswith(towers)),
+            ((name, p.detach()) for name, p in (weights or model.parameters()).items() if not name.startswith(towers)),
             model.hf_config,
             architecture=type(model.module.hf).__name__,
             tokenizer=model.tokenizer,

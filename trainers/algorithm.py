@@ -13,15 +13,18 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hybrid.batch import Batch
 from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
+from trainers.config import RunConfig
 from trainers.data.order import DrawnPrompt
+from trainers.evaluation import Evaluator
 from trainers.losses.reductions import Reduction
+from trainers.rollout import require_room
 from trainers.scoring import Scorer
 from trainers.types import Prompt, Rollout
 
@@ -48,11 +51,31 @@ class Mixture:
     rollouts: Sequence[Rollout]
     token_loss: TokenLoss
     weight: float
+    with_prompt: bool = False  # whether the prompts' own tokens are trained on
+
+
+class HeldOutScore(Protocol):
+    """What an evaluation found; `samples` go to the completions table."""
+
+    @property
+    def samples(self) -> Sequence[Rollout]: ...
+
+    def metrics(self) -> dict[str, float]: ...
+
+
+class EvaluatesHeldOut(Protocol):
+    def run(self, engine: HybridEngine) -> HeldOutScore:
+        """Collective."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class Algorithm(ABC):
     """Defaults are those of an algorithm with one model, one update a step, and nothing to remember."""
 
+    config: RunConfig
+    engine: HybridEngine  # the policy's
     prompts_per_step: int  # over all ranks
     temperature: float = 1.0  # of the loss and of log-probs
     with_prompt: bool = False  # whether the prompt's own tokens are trained on
@@ -98,6 +121,11 @@ class Algorithm(ABC):
     def summarise(self, means: dict[str, float]) -> dict[str, float]:
         """The record of an update's loss, from the means over tokens that the loss's metrics gave."""
         return means
+
+    def open_evaluator(self, prompts: Sequence[Prompt]) -> EvaluatesHeldOut:
+        """Raises ValueError for prompts that it cannot score."""
+        require_room(prompts, self.engine.max_model_len, max_new_tokens=self.config.eval.max_new_tokens)
+        return Evaluator(self.config.eval, prompts)
 
     # -- state
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hybrid import rng
 from hybrid.batch import Batch
@@ -24,16 +23,18 @@ from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from hybrid.mesh import Mesh, open_mesh
 from hybrid.monitor import Monitor, Phase
-from trainers.algorithm import Algorithm, Learner, Mixture
+from trainers.algorithm import Algorithm, Fields, Learner, Mixture
 from trainers.certificate import Certifier, enforce, is_due
-from trainers.config import OPSDConfig, RunConfig, SFTConfig
+from trainers.config import GRPOConfig, OPSDConfig, PolicyConfig, PPOConfig, RewardRecipe, RunConfig, SFTConfig
 from trainers.data.batching import make_batches
 from trainers.data.order import DataPosition, PromptStream
 from trainers.data.prompts import PromptSet, load_prompts
-from trainers.evaluation import Evaluator, table_rows
+from trainers.evaluation import table_rows
+from trainers.grpo import GRPO
 from trainers.losses.reductions import denominator, target_weights
 from trainers.opsd import OPSD
-from trainers.rollout import require_room
+from trainers.ppo import PPO
+from trainers.reward_model import RewardTraining
 from trainers.run_folder import open_run, starting_model
 from trainers.scoring import open_teacher
 from trainers.sft import SFT
@@ -88,15 +89,23 @@ def open_algorithm(config: RunConfig, engine: HybridEngine, start: str) -> Algor
             return OPSD(config, engine, teacher)
         case SFTConfig():
             return SFT(config, engine)
-    raise ValueError(f"{type(config).__name__} names no algorithm; allowed: OPSDConfig, SFTConfig")
+        case PPOConfig():
+            return PPO(config, engine, start=start)
+        case GRPOConfig():
+            return GRPO(config, engine, start=start)
+        case RewardRecipe():
+            return RewardTraining(config, engine)
+    raise ValueError(f"{type(config).__name__} names no algorithm; allowed: those of trainers.config.CONFIGS")
 
 
 def _open_engine(config: RunConfig, start: str) -> HybridEngine:
     settings = config.engine
     if settings.optimizer.total_steps is None:
-        optimizer = settings.optimizer.model_copy(update={"total_steps": config.max_steps})
+        updates = config.updates.steps if isinstance(config, PolicyConfig) else 1
+        optimizer = settings.optimizer.model_copy(update={"total_steps": config.max_steps * updates})
         settings = settings.model_copy(update={"optimizer": optimizer})
-    return HybridEngine.from_pretrained(start, settings, tokenizer=config.model.tokenizer)
+    scalar = isinstance(config, RewardRecipe)
+    return HybridEngine.from_pretrained(start, settings, tokenizer=config.model.tokenizer, scalar=scalar)
 
 
 def _finished(checkpoint: Path, config: RunConfig, run_dir: Path) -> TrainResult | None:
@@ -127,13 +136,11 @@ class Run:
         if engine.tokenizer is None:
             raise ValueError(f"model {start} has no tokenizer, which training data needs; set model.tokenizer")
         data = self._load_data(held_out=False)
-        self.evaluator = None
-        if config.data.eval is not None:
-            held_out = self._load_data(held_out=True)
-            require_room(held_out.prompts, engine.max_model_len, max_new_tokens=config.eval.max_new_tokens)
-            self.evaluator = Evaluator(config.eval, held_out.prompts)
         self.algorithm = open_algorithm(config, engine, start)
         self.algorithm.check(data.prompts)
+        self.evaluator = None
+        if config.data.eval is not None:
+            self.evaluator = self.algorithm.open_evaluator(self._load_data(held_out=True).prompts)
         rng.seed_all(config.seed, engine.rank)
         state = self._load(checkpoint) if checkpoint else {}
         self.step: int = state.get("step", 0)
@@ -203,12 +210,10 @@ class Run:
             record |= self._evaluate("last")
         return record
 
-    def _update(
-        self, step: int, number: int, rollouts: list[Rollout], fields: dict[str, list[Tensor]], phase: Phase
-    ) -> dict[str, float]:
+    def _update(self, step: int, number: int, rollouts: list[Rollout], fields: Fields, phase: Phase) -> dict[str, float]:
         """One optimizer step of each model that learns, on one mini-batch."""
         engine, algorithm = self.engine, self.algorithm
-        batches = algorithm.before_update(number, self._batches(rollouts, fields, unit=algorithm.unit))
+        batches = algorithm.before_update(number, self._batches(rollouts, fields, algorithm.with_prompt))
         record: dict[str, float] = {}
         for learner in algorithm.learners(step):
             policy = learner.engine is engine
@@ -225,14 +230,14 @@ class Run:
             record |= {f"{learner.prefix}{name}": value for name, value in means.items()}
         return record
 
-    def _batches(self, rollouts: Sequence[Rollout], fields: dict[str, list[Tensor]], *, unit: int = 1) -> list[Batch]:
+    def _batches(self, rollouts: Sequence[Rollout], fields: Fields, with_prompt: bool) -> list[Batch]:
         return make_batches(
             rollouts,
             self.config.train.micro_batch_tokens,
-            with_prompt=self.algorithm.with_prompt,
+            with_prompt=with_prompt,
             packed=self.engine.model.packs,
             fields=fields,
-            unit=unit,
+            unit=self.algorithm.unit,
         )
 
     def _swap(self) -> dict[str, float]:
@@ -260,7 +265,7 @@ class Run:
 
     def _mix(self, mixture: Mixture) -> dict[str, float]:
         """Adds the gradient of weight x mean loss over the mixture's own tokens."""
-        batches = self._batches(mixture.rollouts, {})
+        batches = self._batches(mixture.rollouts, {}, mixture.with_prompt)
         weights = [torch.full((b.num_targets,), mixture.weight) for b in batches]
         count = float(sum(b.num_targets for b in batches))
         means = self.engine.forward_backward(batches, mixture.token_loss, weights=weights, denominator=count)
@@ -329,7 +334,7 @@ class Run:
             prune(self.run_dir, self.config.checkpoint.keep)
 
 
-def _at(fields: dict[str, list[Tensor]], places: Sequence[int]) -> dict[str, list[Tensor]]:
+def _at(fields: Fields, places: Sequence[int]) -> Fields:
     return {name: [values[i] for i in places] for name, values in fields.items()}
 
 

@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 
 class OPSD(Algorithm):
+    config: OPSDConfig
+
     def __init__(self, config: OPSDConfig, engine: HybridEngine, teacher: TeacherScorer) -> None:
         self.config, self.engine, self.teacher = config, engine, teacher
         self.scorers = (teacher,)

@@ -15,6 +15,8 @@ from trainers.types import Prompt, Rollout
 
 
 class SFT(Algorithm):
+    config: SFTConfig
+
     def __init__(self, config: SFTConfig, engine: HybridEngine) -> None:
         self.config, self.engine = config, engine
         self.prompts_per_step = config.train.batch_size

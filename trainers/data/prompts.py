@@ -57,7 +57,7 @@ def load_prompts(config: DataConfig, tokenizer: Any, *, held_out: bool = False, 
             raise ValueError(f"data: {source} row {index} (the first is 0): {reason}") from error
         if max(len(prompt.ids), len(prompt.privileged_ids or ())) > config.max_prompt_tokens:
             long_prompts += 1
-        elif config.max_response_tokens is not None and len(prompt.response_ids or ()) > config.max_response_tokens:
+        elif config.max_response_tokens is not None and _longest_response(prompt) > config.max_response_tokens:
             long_responses += 1
         else:
             prompts.append(prompt)
@@ -80,20 +80,40 @@ def _read_row(index: int, row: Mapping[str, Any], config: DataConfig, encoder: P
     if not ids:
         raise ValueError(f"column {config.prompt_column} has no tokens: {content!r:.80}")
     prompt = Prompt(index=index, ids=ids, text=_shown(content), answer=answer)
-    if held_out:
+    if held_out and config.rejected_column is None:
         return prompt
     privileged = row.get(config.privileged_column)
     if privileged is not None:
         privileged = read_content(privileged, column=config.privileged_column) or None
-    response = row.get(config.response_column)
-    if response is not None and not isinstance(response, str):
-        raise ValueError(f"column {config.response_column} holds {type(response).__name__}; allowed: text")
+    response = _text(row, config.response_column)
+    rejected = None if config.rejected_column is None else _text(row, config.rejected_column)
     return replace(
         prompt,
+        rejected_ids=None if rejected is None else encoder.response(rejected),
+        margin=None if rejected is None else _number(row.get(config.margin_column), config.margin_column),
         privileged_ids=encoder.privileged(content, privileged, answer) if _has_context(privileged, config) else None,
         response=response,
         response_ids=None if response is None else encoder.response(response),
     )
+
+
+def _longest_response(prompt: Prompt) -> int:
+    return max(len(prompt.response_ids or ()), len(prompt.rejected_ids or ()))
+
+
+def _text(row: Mapping[str, Any], column: str) -> str | None:
+    value = row.get(column)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"column {column} holds {type(value).__name__}; allowed: text")
+    return value
+
+
+def _number(value: object, column: str) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"column {column} holds {value!r}; allowed: a finite number")
+    return float(value)
 
 
 def _has_context(privileged: Content | None, config: DataConfig) -> bool:

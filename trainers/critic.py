@@ -1,0 +1,76 @@
+"""The critic: a scalar model with an optimizer of its own, and the scorer of `values`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from hybrid.config import HybridConfig
+from hybrid.engine import HybridEngine
+from hybrid.loss_head import TokenLoss
+from trainers.config import Critic
+from trainers.data.batching import counted_positions
+from trainers.losses.policy import value_token_loss
+from trainers.scoring import check_same_vocabulary, in_micro_batches
+from trainers.types import Rollout
+
+
+class CriticModel:
+    """`values`: for a rollout of n counted tokens [n + 1], the value read at the token before each, and at its last token."""
+
+    field = "values"
+    reads_policy = False
+
+    def __init__(
+        self, config: Critic, policy: HybridEngine, settings: HybridConfig, *, start: str, micro_batch_tokens: int
+    ) -> None:
+        """`settings` are the policy's; `start` is what the policy started from. Raises ValueError for another vocabulary."""
+        self.config, self.policy, self.micro_batch_tokens = config, policy, micro_batch_tokens
+        own = settings.model_copy(update={"optimizer": config.optimizer, "vocab_limit": None, "freeze": ()})
+        self.engine = HybridEngine.from_pretrained(config.path or start, own, scalar=True)
+        if config.path is not None and policy.tokenizer is not None:
+            tokenizer = self.engine.tokenizer
+            check_same_vocabulary(policy.tokenizer.get_vocab(), tokenizer and tokenizer.get_vocab(), config.path)
+        self._move("cpu")
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        places = [[p - 1 for p in counted_positions(r)] + [len(r.ids) - 1] for r in rollouts]
+        with self.on_device():
+            read = self.engine.model.scores
+            return in_micro_batches(self.policy, self.engine.model, rollouts, self.micro_batch_tokens, read, places)
+
+    @contextmanager
+    def token_loss(self) -> Iterator[TokenLoss]:
+        yield value_token_loss(self.config.clip)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """With `offload`, shards and optimizer state are on the device only inside."""
+        self._move(self.policy.mesh.device)
+        try:
+            yield
+        finally:
+            self._move("cpu")
+
+    def _move(self, device: torch.device | str) -> None:
+        if not self.config.offload or self.policy.mesh.device.type == "cpu":
+            return
+        model = self.engine.model
+        if str(device) == "cpu":
+            model.offload()
+        else:
+            model.onload()
+        for state in self.engine.optimizer.state.values():
+            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor) and value.ndim})
+
+    def after_step(self) -> None:
+        """It has stepped by itself."""
+
+    def averages(self) -> dict[str, Tensor]:
+        return {}
+
+    def close(self) -> None:
+        self.engine.close()

@@ -1,0 +1,34 @@
+"""A moving average of the policy's weights, exported beside the policy."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from hybrid.engine import HybridEngine
+from hybrid.sharding import local
+
+PREFIX = "policy."  # in checkpoints, beside a teacher's average
+
+
+class PolicyAverage:
+    """Shards in fp32, moved by 1 - decay towards the policy's after each step."""
+
+    def __init__(self, engine: HybridEngine, decay: float) -> None:
+        self.engine, self.decay = engine, decay
+        self._tensors = {name: p.detach().clone() for name, p in engine.model.parameters().items()}
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        shards = self.engine.model.local_shards()
+        for name, tensor in self._tensors.items():
+            local(tensor).lerp_(shards[name].to(tensor.dtype), 1.0 - self.decay)
+
+    def averages(self) -> dict[str, Tensor]:
+        return {PREFIX + name: tensor for name, tensor in self._tensors.items()}
+
+    def save_pretrained(self, path: str | os.PathLike[str]) -> None:
+        """A HF folder. Collective."""
+        self.engine.save_pretrained(path, weights=self._tensors)

@@ -1,0 +1,78 @@
+"""Group-relative policy optimisation: a response's advantage is its reward beside those of the other samples of its prompt. By
+config GRPO (Shao et al. 2024), Dr. GRPO (Liu et al. 2025), RLOO (Ahmadian et al. 2024), REINFORCE++ (Hu et al. 2025), DAPO (Yu et
+al. 2025) and GSPO (Zheng et al. 2025)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hybrid.engine import HybridEngine
+from trainers.advantages import group_advantages, rewards_to_go, token_rewards, whiten
+from trainers.algorithm import Fields, Take
+from trainers.config import GRPOConfig
+from trainers.on_policy import Key, OnPolicy, key_of
+from trainers.rollout import sample_rollouts
+from trainers.types import Rollout
+
+
+class GRPO(OnPolicy):
+    def __init__(self, config: GRPOConfig, engine: HybridEngine, *, start: str) -> None:
+        super().__init__(config, engine, start=start)
+        self.estimator, self.dynamic = config.estimator, config.dynamic_sampling
+        self.samples_again = self.dynamic is not None
+
+    def rollouts(self, step: int, take: Take) -> tuple[list[Rollout], dict[str, float]]:
+        if self.dynamic is None:
+            return super().rollouts(step, take)
+        kept: list[Rollout] = []
+        groups: list[int] = []  # that teach something, in the order they were drawn
+        record: dict[str, float] = {}
+        drawn = 0
+        for _ in range(self.dynamic.max_batches):
+            prompts = take(self.prompts_per_step)
+            drawn += len(prompts)
+            judged, record = self.rewards.score(sample_rollouts(self.engine, prompts, self.sampling))
+            rewards = by_group(self.of_all_ranks(judged, [r.reward or 0.0 for r in judged]))
+            told_apart = {group for group, values in rewards.items() if len(set(values)) > 1}
+            groups += [p.key for p in prompts if p.key in told_apart]
+            kept += [r for r in judged if r.group in told_apart]
+            if len(groups) >= self.prompts_per_step:
+                break
+        chosen = set(groups[: self.prompts_per_step])
+        record |= {"dynamic_drawn": float(drawn), "dynamic_kept": len(groups) / drawn}
+        return [r for r in kept if r.group in chosen], record
+
+    def advantages(
+        self, rollouts: Sequence[Rollout], scores: Sequence[float], kls: Sequence[Tensor] | None, fields: Fields
+    ) -> tuple[Fields, dict[str, float]]:
+        lengths = [len(lp) for lp in fields["old_logprobs"]]
+        total = self.engine.mesh.sum
+        if self.estimator == "reinforce_pp":
+            beta = self.beta if kls is not None else 0.0
+            terms = kls if kls is not None else [torch.zeros(n) for n in lengths]
+            made = [rewards_to_go(token_rewards(s, n, kl, beta)) for s, n, kl in zip(scores, lengths, terms, strict=True)]
+        else:
+            if kls is not None:
+                scores = [s - self.beta * float(kl.double().sum()) for s, kl in zip(scores, kls, strict=True)]
+            of_all = self.of_all_ranks(rollouts, scores)
+            rewards = torch.tensor(list(of_all.values()), dtype=torch.float32)
+            found = group_advantages(self.estimator, rewards, [group for group, _ in of_all]).tolist()
+            of_response = dict(zip(of_all, found, strict=True))
+            made = [torch.full((n,), of_response[key_of(r)]) for r, n in zip(rollouts, lengths, strict=True)]
+        if self.estimator.startswith("reinforce_pp"):
+            counted = [i for i, rollout in enumerate(rollouts) if self.counts(rollout)]
+            for i, whitened in zip(counted, whiten([made[i] for i in counted], total), strict=True):
+                made[i] = whitened
+        silent = sum(not bool(a.any()) for a in made)
+        count, zero = total([len(made), silent])
+        return {"advantages": made}, {"no_signal": zero / max(count, 1.0)}
+
+
+def by_group(values: Mapping[Key, float]) -> dict[int, list[float]]:
+    groups: dict[int, list[float]] = {}
+    for (group, _), value in values.items():
+        groups.setdefault(group, []).append(value)
+    return groups
