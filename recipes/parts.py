@@ -1,6 +1,6 @@
 """What a run needs before it can start: made data, and the models that other recipes train.
 
-Everything lands in output_dir and is used again when it is there: data/, start/model, teacher/model.
+Everything lands in output_dir and is used again when it is there: data/, start/model, teacher/model, reward/model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from recipes import launch
 from recipes.data import make_all
 from recipes.settings import SettingsError, load_settings
-from trainers.config import FrozenTeacher, RunConfig
+from trainers.config import FrozenTeacher, RewardModelRef, RunConfig
 
 
 def sub_recipes(config: RunConfig, folder: Path | None = None, above: tuple[str, ...] = ()) -> dict[str, RunConfig]:
@@ -21,7 +21,8 @@ def sub_recipes(config: RunConfig, folder: Path | None = None, above: tuple[str,
     are this run's; all else, max_steps included, is their own. Raises SettingsError for a recipe that needs itself."""
     folder = folder or Path(config.output_dir)
     found: dict[str, RunConfig] = {}
-    for name, owner in (("teacher", getattr(config, "teacher", None)), ("start", config.model)):
+    owners = [("teacher", getattr(config, "teacher", None)), *_reward_models(config), ("start", config.model)]
+    for name, owner in owners:
         recipe = getattr(owner, "recipe", None)
         if recipe is None:
             continue
@@ -66,7 +67,20 @@ def with_paths(config: RunConfig) -> RunConfig:
     teacher = getattr(config, "teacher", None)
     if isinstance(teacher, FrozenTeacher) and teacher.recipe is not None:
         update["teacher"] = teacher.model_copy(update={"path": str(out / "teacher" / "model"), "recipe": None})
+    trained = dict(_reward_models(config))
+    if trained:
+        paths = {id(ref): str(out / name / "model") for name, ref in trained.items()}
+        rewards = getattr(config, "rewards", ())
+        update["rewards"] = tuple(
+            ref.model_copy(update={"model": paths[id(ref)], "recipe": None}) if id(ref) in paths else ref for ref in rewards
+        )
     return config.model_copy(update=update)
+
+
+def _reward_models(config: RunConfig) -> list[tuple[str, RewardModelRef]]:
+    """The reward models that are trained first, by the folder below output_dir."""
+    refs = [r for r in getattr(config, "rewards", ()) if isinstance(r, RewardModelRef) and r.recipe is not None]
+    return [("reward" if len(refs) == 1 else f"reward_{i + 1}", ref) for i, ref in enumerate(refs)]
 
 
 def say_stopped(steps: int) -> None:

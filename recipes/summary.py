@@ -12,14 +12,18 @@ from trainers.config import RunConfig
 def summary(config: RunConfig) -> Iterator[str]:
     """The lines; draws the plots where matplotlib is installed."""
     run_dir = Path(config.output_dir)
-    scores = eval_rewards(run_dir)
+    scores = evaluations(run_dir)
     reward = config.eval.reward
     teacher = run_dir / "teacher"
-    if (teacher / "metrics.jsonl").is_file() and (of_teacher := eval_rewards(teacher)):
+    if (teacher / "metrics.jsonl").is_file() and (of_teacher := evaluations(teacher)):
         yield f"teacher   {of_teacher[-1]:.1%} {reward} on held-out prompts   {teacher / 'model'}"
     if scores:
         before = f"{scores[0]:.1%} -> " if len(scores) > 1 else ""
-        yield f"{'student' if hasattr(config, 'teacher') else 'score':<10}{before}{scores[-1]:.1%} {reward} on held-out prompts"
+        distilled = getattr(config, "teacher", None) is not None
+        yield f"{'student' if distilled else 'score':<10}{before}{scores[-1]:.1%} {reward} on held-out prompts"
+    if ranked := evaluations(run_dir, "eval_accuracy"):
+        before = f"{ranked[0]:.1%} -> " if len(ranked) > 1 else ""
+        yield f"{'score':<10}{before}{ranked[-1]:.1%} of held-out pairs ranked right"
     yield f"model     {run_dir / 'model'} (a Hugging Face folder)"
     yield f"metrics   {run_dir / 'metrics.jsonl'}"
     try:
@@ -30,6 +34,6 @@ def summary(config: RunConfig) -> Iterator[str]:
         yield f"plots     {', '.join(str(path) for path in plot(run_dir))}"
 
 
-def eval_rewards(run_dir: Path) -> list[float]:
-    """The rewards of every evaluation of a run, in order."""
-    return [r["eval_reward"] for r in read_metrics(run_dir) if r.get("eval_reward") is not None]
+def evaluations(run_dir: Path, name: str = "eval_reward") -> list[float]:
+    """One figure of every evaluation of a run, in order."""
+    return [r[name] for r in read_metrics(run_dir) if r.get(name) is not None]

@@ -12,7 +12,11 @@ from typing import Any
 # File name -> what it shows: axis label, and the metrics drawn into it where a run has them.
 PLOTS: dict[str, tuple[str, tuple[str, ...]]] = {
     "loss": ("loss per token", ("loss",)),
-    "eval": ("held-out reward, greedy", ("eval_reward",)),
+    "reward": ("reward of sampled responses", ("reward_mean",)),
+    "eval": ("held-out reward, greedy; pairs ranked right", ("eval_reward", "eval_accuracy")),
+    "kl": ("KL to the reference, nats per token", ("kl_reference", "kl_first_token")),
+    "entropy": ("nats per token", ("entropy", "student_entropy", "teacher_entropy")),
+    "critic": ("share of the returns' variance explained", ("explained_variance",)),
     "length": ("tokens per response", ("response_length_mean", "eval_length")),
     "throughput": ("tokens per second", tuple(f"{phase}/tokens_per_second" for phase in ("rollout", "score", "train"))),
 }
@@ -22,7 +26,7 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(
         "plot",
         help="draw the curves of a run",
-        description="Draw loss, held-out reward, lengths and tokens per second of a run into RUN_DIR/plots/*.png.",
+        description="Draw what a run has of loss, rewards, KL, entropy, lengths and tokens per second into RUN_DIR/plots/*.png.",
         epilog="example:\n  hybrid plot runs/demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

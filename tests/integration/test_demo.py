@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from recipes.summary import eval_rewards
+from recipes.summary import evaluations
 
 
 @pytest.mark.slow
@@ -14,8 +14,8 @@ from recipes.summary import eval_rewards
 def test_the_demo_brings_its_student_to_its_teacher(tmp_path, nproc):
     command = [sys.executable, "-m", "recipes.cli", "train", "recipes/opsd/demo.yaml", "--nproc", nproc, "output_dir=out"]
     subprocess.run(command, cwd=tmp_path, check=True)
-    teacher = eval_rewards(tmp_path / "out" / "teacher")[-1]
-    before, after = eval_rewards(tmp_path / "out")
+    teacher = evaluations(tmp_path / "out" / "teacher")[-1]
+    before, after = evaluations(tmp_path / "out")
     assert teacher >= 0.95
     assert before < teacher / 2
     assert after >= teacher - 0.05
