@@ -8,9 +8,13 @@ from typing import Any, Protocol
 from trainers.rewards.builtin import REWARDS, TextReward, format_match, length_penalty, regex
 from trainers.rewards.config import RewardConfig, kind_of
 from trainers.rewards.functions import Function, load
+from trainers.rewards.math_verify import MathVerify
+from trainers.rewards.remote import Remote
 from trainers.types import Prompt, Rollout
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0  # where a RewardConfig names none, as for the next two
+RETRIES = 2
+BATCH_SIZE = 64
 
 
 class Component(Protocol):
@@ -33,6 +37,15 @@ def open_component(config: RewardConfig) -> Component:
             return Length(config.max_tokens, config.buffer)
         case "function":
             return Function(resolve(config.name), timeout_s)
+        case "math_verify":
+            return MathVerify(timeout_s)
+        case "http":
+            return Remote(
+                config.name,
+                timeout_s=timeout_s,
+                retries=RETRIES if config.retries is None else config.retries,
+                batch_size=BATCH_SIZE if config.batch_size is None else config.batch_size,
+            )
         case _:
             return Text(resolve(config.name))
 
@@ -50,8 +63,8 @@ def resolve(name: str) -> TextReward:
             return format_match(pattern)
         case "function":
             return load(name)
-        case kind if kind in REWARDS:
-            return REWARDS[kind]
+        case "text":
+            return REWARDS[name]
     raise ValueError(
         f"reward {name} is no function of the text; allowed here: {', '.join(REWARDS)}, regex:PATTERN, format:PATTERN, "
         "module:function"

@@ -5,25 +5,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Literal, cast, get_args
+from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, ValidationError, model_validator
 
 from hybrid.config import Strict
+from trainers.rewards.builtin import REWARDS
 
-Kind = Literal["exact_match", "numeric_match", "math_verify", "length", "regex", "format", "function", "http"]
-NAMED_BY_PREFIX = ("regex", "format", "function", "http")
+Kind = Literal["text", "math_verify", "length", "regex", "format", "function", "http"]  # text: a key of REWARDS
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "math_verify": ("timeout_s",),
     "length": ("max_tokens", "buffer"),
     "function": ("timeout_s",),
     "http": ("timeout_s", "retries", "batch_size"),
 }
-ALLOWED = (
-    "exact_match, numeric_match, math_verify, length, regex:PATTERN, format:PATTERN, module:function, http://HOST/PATH, "
-    "https://HOST/PATH"
-)
+ALLOWED = f"{', '.join(REWARDS)}, math_verify, length, regex:PATTERN, format:PATTERN, module:function, http(s)://HOST/PATH"
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
 
@@ -82,12 +79,13 @@ def kind_of(name: str) -> Kind:
         except re.error as error:
             raise ValueError(f"reward {name}: not a regular expression: {error}") from None
         return "regex" if head == "regex" else "format"
-    if name in get_args(Kind) and name not in NAMED_BY_PREFIX:
-        return cast(Kind, name)
+    if name in REWARDS:
+        return "text"
+    if name in ("math_verify", "length"):
+        return "length" if name == "length" else "math_verify"
     if _FUNCTION.fullmatch(name):
         return "function"
-    known = [kind for kind in get_args(Kind) if kind != "function"]
-    near = difflib.get_close_matches(head, known, 1, cutoff=0.5)
+    near = difflib.get_close_matches(head, [*REWARDS, "math_verify", "length", "regex", "format", "http"], 1, cutoff=0.5)
     hint = f"did you mean {near[0]}? " if near else ""
     raise ValueError(f"reward {name!r} is unknown; {hint}allowed: {ALLOWED}")
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainers.rewards.components import open_component
 from trainers.rewards.config import RewardConfig
+from trainers.rewards.deadline import Late
 from trainers.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
@@ -106,7 +107,7 @@ def reward_metrics(
 
 def _finite(value: Any) -> float:
     """Raises ValueError saying what came instead of a finite number."""
-    if isinstance(value, TimeoutError):
+    if isinstance(value, Late):
         raise ValueError(str(value))
     if isinstance(value, BaseException):
         raise ValueError(f"it raised {type(value).__name__}: {' '.join(str(value).split())}")

@@ -11,8 +11,8 @@ from trainers.rewards import RewardConfig, from_name
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("exact_match", "exact_match"),
-        ("numeric_match", "numeric_match"),
+        ("exact_match", "text"),
+        ("numeric_match", "text"),
         ("math_verify", "math_verify"),
         (r"regex:^\s*Answer: \S", "regex"),
         ("regex:", "regex"),
