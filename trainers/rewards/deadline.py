@@ -36,7 +36,7 @@ class Deadline:
         self._given_up = [thread for thread in self._given_up if thread.is_alive()]
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What the call returns, or the exception that it raised; Late where it took too long, NotCalled where it was not made."""
+        """What the call returns, or the exception that it raised: Late where it took too long, NotCalled where none was made."""
         if len(self._given_up) >= MOST_STUCK:
             return NotCalled(f"not called: {MOST_STUCK} calls before it took longer than timeout_s={self.timeout_s:g}")
         if self._thread is None:

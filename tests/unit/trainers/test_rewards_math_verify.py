@@ -29,8 +29,8 @@ def rewards():
         ("the answer is 0.5", r"$\frac{2}{4}$", 1.0),
         (r"\boxed{\frac{\sqrt{2}}{2}}", r"\frac{1}{\sqrt{2}}", 1.0),
         (r"\boxed{\frac{\frac{1}{2}}{3}}", r"\frac{1}{6}", 1.0),
-        (r"first \boxed{3}, but on second thought it must be \boxed{4}", "4", 1.0),
-        (r"\boxed{3} and \boxed{4}", "4", 0.0),  # boxes close to each other are one answer
+        (r"first $\boxed{3}$, but it must be $\boxed{4}$", "4", 1.0),
+        (r"\boxed{3} and \boxed{4}", "4", 0.0),  # to the package these are one answer, the set of both
         (r"\boxed{4}", "3", 0.0),
         ("it is 1,234", "1234", 1.0),
         ("\u22123", "-3", 1.0),
