@@ -14,7 +14,6 @@ from trainers.advantages import group_advantages, rewards_to_go, token_rewards, 
 from trainers.algorithm import Fields, Take
 from trainers.config import GRPOConfig
 from trainers.on_policy import Key, OnPolicy, key_of
-from trainers.rollout import sample_rollouts
 from trainers.types import Rollout
 
 
@@ -34,7 +33,7 @@ class GRPO(OnPolicy):
         for _ in range(self.dynamic.max_batches):
             prompts = take(self.prompts_per_step)
             drawn += len(prompts)
-            judged, record = self.rewards.score(sample_rollouts(self.engine, prompts, self.sampling))
+            judged, record = self.judged(prompts)
             rewards = by_group(self.of_all_ranks(judged, [r.reward or 0.0 for r in judged]))
             told_apart = {group for group, values in rewards.items() if len(set(values)) > 1}
             groups += [p.key for p in prompts if p.key in told_apart]

@@ -23,13 +23,14 @@ from trainers.advantages import AdaptiveKL, RunningMoments, kl_estimate, mismatc
 from trainers.algorithm import Algorithm, Fields, Learner, Mixture, Take
 from trainers.config import PolicyConfig
 from trainers.data.batching import counted_positions
-from trainers.data.order import stable_hash
+from trainers.data.order import DrawnPrompt, stable_hash
 from trainers.ema import PolicyAverage
 from trainers.losses import divergence_token_loss
 from trainers.losses.policy import policy_token_loss
 from trainers.pretraining_mix import PretrainingData
 from trainers.reward_scoring import RewardScorer
-from trainers.rollout import require_room, sample_rollouts
+from trainers.rollout import require_room
+from trainers.sampler import Sampler
 from trainers.scoring import OldLogprobs, Scorer, open_reference, open_teacher
 from trainers.types import Prompt, Rollout
 
@@ -44,7 +45,7 @@ class OnPolicy(Algorithm):
         self.config, self.engine = config, engine
         self.prompts_per_step = config.rollout.prompts_per_step
         self.temperature = config.rollout.sampling.temperature
-        self.sampling = config.rollout.sampling.params(num_samples=config.rollout.samples_per_prompt, seed=config.seed)
+        self.sampler = Sampler(config, config.rollout, engine)
         options: dict[str, Any] = {"micro_batch_tokens": config.train.micro_batch_tokens}
         self.rewards = RewardScorer(config.rewards, engine, config.engine, **options)
         scorers: list[Scorer] = []
@@ -71,7 +72,7 @@ class OnPolicy(Algorithm):
     @property
     def _recomputes(self) -> bool:
         asked = self.config.updates.old_logprobs
-        return asked == "recompute" or (asked == "auto" and self.config.mismatch.correct != "off")
+        return asked == "recompute" or (asked == "auto" and (self.sampler.is_foreign or self.config.mismatch.correct != "off"))
 
     @property
     def beta(self) -> float:
@@ -79,15 +80,23 @@ class OnPolicy(Algorithm):
         return self.config.reward_kl.beta if self.adaptive is None else self.adaptive.beta
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        require_room(prompts, self.engine.max_model_len, max_new_tokens=self.sampling.max_new_tokens)
+        self.sampler.check(prompts)
         if self.teacher is not None:
-            require_room(prompts, self.teacher.model.max_positions, max_new_tokens=self.sampling.max_new_tokens, privileged=True)
+            length = self.sampler.sampling.max_new_tokens
+            require_room(prompts, self.teacher.model.max_positions, max_new_tokens=length, privileged=True)
         self.rewards.check(prompts)
 
     # -- responses and what they are worth
 
     def rollouts(self, step: int, take: Take) -> tuple[list[Rollout], dict[str, float]]:
-        return self.rewards.score(sample_rollouts(self.engine, take(self.prompts_per_step), self.sampling))
+        return self.judged(take(self.prompts_per_step))
+
+    def judged(self, prompts: Sequence[DrawnPrompt]) -> tuple[list[Rollout], dict[str, float]]:
+        """This rank's share of the responses, with their rewards, and metrics. Collective."""
+        rollouts, of_turns = self.sampler.draw(prompts)
+        scored, of_rewards = self.rewards.score(self.sampler.answers(rollouts))
+        judged = [replace(s, text=r.text) for s, r in zip(scored, rollouts, strict=True)]
+        return judged, of_turns | of_rewards
 
     def experience(self, step: int, rollouts: Sequence[Rollout], fields: Fields) -> tuple[Fields, dict[str, float]]:
         engine_logprobs = [_rollout_logprobs(r) for r in rollouts]
@@ -236,6 +245,7 @@ class OnPolicy(Algorithm):
     def close(self) -> None:
         super().close()
         self.rewards.close()
+        self.sampler.close()
 
     def of_all_ranks(self, rollouts: Sequence[Rollout], values: Sequence[float]) -> dict[Key, float]:
         """Each response's value, of all ranks' responses in one order. Collective."""

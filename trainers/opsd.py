@@ -17,7 +17,8 @@ from trainers.algorithm import Algorithm, Learner, Take
 from trainers.config import OPSDConfig
 from trainers.data.order import coin
 from trainers.losses import divergence_token_loss
-from trainers.rollout import given_rollouts, given_share, require_room, sample_rollouts
+from trainers.rollout import given_rollouts, given_share, require_room
+from trainers.sampler import Sampler
 from trainers.scoring import TeacherScorer
 from trainers.types import Prompt, Rollout
 
@@ -32,7 +33,7 @@ class OPSD(Algorithm):
         self.scorers = (teacher,)
         self.prompts_per_step = config.rollout.prompts_per_step
         self.temperature = config.rollout.sampling.temperature
-        self.sampling = config.rollout.sampling.params(num_samples=config.rollout.samples_per_prompt, seed=config.seed)
+        self.sampler = Sampler(config, config.rollout, engine)
         if config.loss.divergence == "sampled_token" and config.rollout.sampling.truncates and engine.rank == 0:
             logger.warning(
                 "loss.divergence=sampled_token with truncated or penalised sampling: its gradient is the reverse KL's only for "
@@ -40,10 +41,16 @@ class OPSD(Algorithm):
             )
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        given = self.config.rollout.given_fraction > 0
+        config = self.config
+        given = config.rollout.given_fraction > 0
+        self.sampler.check(prompts)
         for model, privileged in ((self.engine.model, False), (self.teacher.model, True)):
             require_room(
-                prompts, model.max_positions, max_new_tokens=self.sampling.max_new_tokens, given=given, privileged=privileged
+                prompts,
+                model.max_positions,
+                max_new_tokens=config.rollout.sampling.max_new_tokens,
+                given=given,
+                privileged=privileged,
             )
         for prompt in prompts:
             if self.config.teacher.kind == "self" and prompt.privileged_ids is None:
@@ -59,7 +66,11 @@ class OPSD(Algorithm):
         if coin(self.config.seed, step, self.config.rollout.given_fraction):
             mine = given_share(prompts, self.engine.rank, self.engine.world_size)
             return given_rollouts(mine, self.engine.weight_version), {}
-        return sample_rollouts(self.engine, prompts, self.sampling), {}
+        return self.sampler.draw(prompts)
+
+    def close(self) -> None:
+        super().close()
+        self.sampler.close()
 
     def learners(self, step: int) -> Sequence[Learner]:
         loss = self.config.loss

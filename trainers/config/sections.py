@@ -8,6 +8,8 @@ from pydantic import Field, model_validator
 
 from hybrid.config import Strict
 from inference_v2.types import SamplingParams
+from trainers.backends.config import BackendConfig
+from trainers.environments.config import EnvironmentConfig
 
 
 class DataConfig(Strict):
@@ -73,11 +75,18 @@ class SamplingConfig(Strict):
         return any(getattr(self, n) != getattr(neutral, n) for n in names)
 
 
-class RolloutSection(Strict):
+class RolloutSection(BackendConfig):
     prompts_per_step: int = Field(32, ge=1, description="over all ranks")
     samples_per_prompt: int = Field(1, ge=1)
     given_fraction: float = Field(0.0, ge=0, le=1, description="share of steps on given responses; the coin is f(seed, step)")
     sampling: SamplingConfig = SamplingConfig()
+    environment: EnvironmentConfig | None = Field(None, description="answers the policy between its turns (tools, verifiers)")
+
+    @model_validator(mode="after")
+    def _check_environment(self) -> RolloutSection:
+        if self.environment is not None and self.backend != "hybrid":
+            raise ValueError(f"rollout.environment with backend={self.backend}; allowed: backend=hybrid")
+        return self
 
 
 class TrainSection(Strict):
