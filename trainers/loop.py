@@ -23,6 +23,7 @@ from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from hybrid.mesh import Mesh, open_mesh
 from hybrid.monitor import Monitor, Phase
+from trainers.alarms import Alarms
 from trainers.algorithm import Algorithm, Fields, Learner, Mixture
 from trainers.certificate import Certifier, enforce, is_due
 from trainers.config import GRPOConfig, OPSDConfig, PolicyConfig, PPOConfig, RewardRecipe, RunConfig, SFTConfig
@@ -152,6 +153,7 @@ class Run:
         )
         self.monitor.truncate(self.step if state else -1)
         self.certified = False
+        self.alarms = Alarms()
         if checkpoint and engine.rank == 0:
             logger.info("going on from %s, after step %d", checkpoint, self.step)
 
@@ -171,6 +173,8 @@ class Run:
             record = self._step()
             self.monitor.log(self.step, record)
             on_step(self.step, record)
+            for line in self.alarms.look(self.step, record) if self.engine.rank == 0 else ():
+                logger.warning(line)
             stopped = bool(self.mesh.max([float(stop())])[0]) and self.step < self.config.max_steps
             every = self.config.checkpoint.every
             finished = self.step == self.config.max_steps

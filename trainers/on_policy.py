@@ -171,14 +171,16 @@ class OnPolicy(Algorithm):
         return not (self.config.shaping.mask_truncated and was_cut(rollout))
 
     def minibatches(self, step: int, rollouts: Sequence[Rollout]) -> Iterable[Sequence[int]]:
-        """Cut from the responses of all ranks, so that it does not matter which rank holds which."""
+        """Cut from the responses of all ranks, so that it does not matter which rank holds which. Parts without a response (of
+        which dynamic sampling may leave none at all) are no updates."""
         places = {key_of(r): i for i, r in enumerate(rollouts)}
         for epoch in range(self.config.updates.epochs):
             order = list(self._responses)
             if self.config.updates.minibatches > 1:
                 random.Random(stable_hash("minibatches", self.config.seed, step, epoch)).shuffle(order)
             for part in _cut(order, self.config.updates.minibatches):
-                yield [places[key] for key in part if key in places]
+                if part:
+                    yield [places[key] for key in part if key in places]
 
     def before_update(self, number: int, batches: list[Batch]) -> list[Batch]:
         self._first = number == 0
