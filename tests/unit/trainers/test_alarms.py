@@ -5,7 +5,8 @@ import pytest
 from trainers.alarms import PATIENCE, SILENCE, Alarms
 
 HEALTHY = {
-    "reward_std": 0.4, "reward_mean": 0.5, "no_signal": 0.3, "entropy": 0.8, "student_entropy": 0.8, "teacher_entropy": 0.7, "repetition": 0.05, "truncated": 0.1,
+    "reward_std": 0.4, "reward_mean": 0.5, "no_signal": 0.3, "entropy": 0.8, "student_entropy": 0.8,
+    "teacher_entropy": 0.7, "repetition": 0.05, "truncated": 0.1,
     "top1_agreement": 0.7, "teacher_logprob": -0.9, "first_token_loss": 0.5, "loss": 0.3, "kl_reference": 0.05,
     "mismatch_abs": 1e-6, "reward/exact_match_failures": 0.0,
 }  # fmt: skip
