@@ -49,22 +49,24 @@ class GRPO(OnPolicy):
     ) -> tuple[Fields, dict[str, float]]:
         lengths = [len(lp) for lp in fields["old_logprobs"]]
         total = self.engine.mesh.sum
-        if self.estimator == "reinforce_pp":
-            beta = self.beta if kls is not None else 0.0
-            terms = kls if kls is not None else [torch.zeros(n) for n in lengths]
-            made = [rewards_to_go(token_rewards(s, n, kl, beta)) for s, n, kl in zip(scores, lengths, terms, strict=True)]
-        else:
-            if kls is not None:
-                scores = [s - self.beta * float(kl.double().sum()) for s, kl in zip(scores, kls, strict=True)]
+        beta = self.beta if kls is not None else 0.0
+        terms = kls if kls is not None else [torch.zeros(n) for n in lengths]
+        by_token = self.estimator in ("reinforce_pp", "reinforce_pp_baseline")  # where a KL counts for the tokens up to its own
+        if not by_token:
+            scores = [s - beta * float(kl.double().sum()) for s, kl in zip(scores, terms, strict=True)]
+        if self.estimator != "reinforce_pp":
             of_all = self.of_all_ranks(rollouts, scores)
             rewards = torch.tensor(list(of_all.values()), dtype=torch.float32)
             found = group_advantages(self.estimator, rewards, [group for group, _ in of_all]).tolist()
             of_response = dict(zip(of_all, found, strict=True))
-            made = [torch.full((n,), of_response[key_of(r)]) for r, n in zip(rollouts, lengths, strict=True)]
-        if self.estimator.startswith("reinforce_pp"):
+            scores = [of_response[key_of(r)] for r in rollouts]
+        if by_token:
+            made = [rewards_to_go(token_rewards(s, n, kl, beta)) for s, n, kl in zip(scores, lengths, terms, strict=True)]
             counted = [i for i, rollout in enumerate(rollouts) if self.counts(rollout)]
             for i, whitened in zip(counted, whiten([made[i] for i in counted], total), strict=True):
                 made[i] = whitened
+        else:
+            made = [torch.full((n,), s) for s, n in zip(scores, lengths, strict=True)]
         silent = sum(not bool(a.any()) for a in made)
         count, zero = total([len(made), silent])
         return {"advantages": made}, {"no_signal": zero / max(count, 1.0)}
