@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.data import addition, short_questions, word_arithmetic
+from recipes.data import addition, arithmetic, short_questions, word_arithmetic
 from trainers.config import DataConfig
 
 Row = dict[str, Any]
 MAKERS: dict[str, Callable[[], Iterator[Row]]] = {
     "addition/train": addition.train,
     "addition/held_out": addition.held_out,
+    "arithmetic/train": arithmetic.train,
+    "arithmetic/held_out": arithmetic.held_out,
     "short_questions/train": short_questions.train,
     "short_questions/held_out": short_questions.held_out,
     "word_arithmetic/train": word_arithmetic.train,
