@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
@@ -39,15 +40,15 @@ class Deadline:
         """What the call returns, or the exception that it raised: Late where it took too long, NotCalled where none was made."""
         if len(self._given_up) >= MOST_STUCK:
             return NotCalled(f"not called: {MOST_STUCK} calls before it took longer than timeout_s={self.timeout_s:g}")
-        if self._thread is None:
-            self._thread = _Thread()
+        thread, self._thread = self._thread or _Thread(), None
         try:
-            return self._thread.call(function, args, self.timeout_s)
+            value = thread.call(function, args, self.timeout_s)
         except Empty:
-            self._given_up.append(self._thread)
-            self._thread.leave()
-            self._thread = None
+            self._given_up.append(thread)
+            thread.leave()
             return Late(f"it took longer than timeout_s={self.timeout_s:g}")
+        self._thread = thread  # only one that has answered: Ctrl-C must not leave an answer for the next call to find
+        return value
 
     def close(self) -> None:
         if self._thread is not None:
@@ -62,9 +63,12 @@ class _Thread(threading.Thread):
         super().__init__(name="reward", daemon=True)
         self._calls: SimpleQueue[tuple[Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._results: SimpleQueue[Any] = SimpleQueue()
+        self._device = _cuda_device()
         self.start()
 
     def run(self) -> None:
+        if self._device is not None:
+            sys.modules["torch"].cuda.set_device(self._device)
         while (call := self._calls.get()) is not None:
             function, args = call
             try:
@@ -80,3 +84,10 @@ class _Thread(threading.Thread):
     def leave(self) -> None:
         """End it, once its call returns."""
         self._calls.put(None)
+
+
+def _cuda_device() -> int | None:
+    """This rank's device, where CUDA is in use: the current device is per thread, and in a new one it is the first. Torch is not
+    imported for it."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.current_device() if torch is not None and torch.cuda.is_initialized() else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -15,7 +16,7 @@ import torch
 from reward_cases import rollout
 
 from trainers.rewards import RewardConfig, Rewards, resolve
-from trainers.rewards.deadline import MOST_STUCK
+from trainers.rewards.deadline import MOST_STUCK, Deadline
 
 HANGS = """
 import threading, types, sys
@@ -100,6 +101,34 @@ def test_calls_share_a_thread_that_is_not_the_trainers(mine):
     rewards.close()
     thread.join(timeout=30)
     assert not thread.is_alive()
+
+
+def test_calls_see_the_trainers_cuda_device(mine, monkeypatch):
+    """A thread starts on the first device, whichever is its rank's. There is no CUDA here: a stand-in remembers what was set."""
+    by_thread = {threading.get_ident(): 3}
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_device=lambda: by_thread.get(threading.get_ident(), 0),
+        set_device=lambda device: by_thread.update({threading.get_ident(): device}),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    assert [s.total for s in mine(lambda completion, prompt: cuda.current_device()).score([rollout("")])] == [3.0]
+
+
+def test_ctrl_c_leaves_no_answer_for_the_next_call():
+    release = threading.Event()
+    deadline = Deadline(60.0)
+
+    def interrupt():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        release.wait(60)
+        return "of the call that was interrupted"
+
+    deadline.call(int)  # its thread is there
+    with pytest.raises(KeyboardInterrupt):
+        deadline.call(interrupt)
+    release.set()
+    assert deadline.call(lambda: "of the next") == "of the next"
 
 
 def test_a_call_that_hangs_fails_and_those_after_it_are_made(mine, caplog):
