@@ -53,8 +53,7 @@ class RunningMoments:
     def updated(self, values: Sequence[float], total: Total) -> RunningMoments:
         """With the values of all ranks, `values` being this rank's (Chan et al. 1979, the parallel update). Collective."""
         count, summed = total([len(values), math.fsum(values)])
-        if not count:
-            total([0.0])
+        if not count:  # on any rank
             return self
         batch_mean = summed / count
         (m2,) = total([math.fsum((x - batch_mean) ** 2 for x in values)])

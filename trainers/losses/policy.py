@@ -99,7 +99,7 @@ def reward_pair_loss(centring: float = 0.0) -> TokenLoss:
         if len(scores) % 2:
             raise ValueError(f"reward_pair_loss: {len(scores)} scores; allowed: pairs; give an even chunk length")
         chosen, rejected = scores[0::2], scores[1::2]
-        margins = getattr(chunk, "margins", None)
+        margins = chunk.margins
         difference = chosen - rejected
         per_pair = -F.logsigmoid(difference if margins is None else difference - margins[0::2])
         if centring:

@@ -205,14 +205,17 @@ def test_the_kernels_losses_are_the_plain_ones(settings: dict[str, Any], tempera
 
 
 def masked_logits(case: Case) -> tuple[Tensor, Batch]:
-    """Vocabulary entries at -inf, two of them targets; log-probs of -inf in every combination with a target's own."""
+    """Vocabulary entries at -inf, two of them targets; log-probs of -inf in every combination with a target's own; a response
+    whose ratio no float holds."""
     logits = case.head.logits(case.hidden).detach()
     logits[:, :5] = -math.inf
     targets = case.batch.targets.clamp(min=5)
     targets[0], targets[6] = 2, 3
     old, reference = case.batch.old_logprobs.clone(), case.batch.reference_logprobs.clone()
     old[[0, 1]], reference[[0, 2]] = -math.inf, -math.inf
-    return logits, replace(case.batch, targets=targets, old_logprobs=old, reference_logprobs=reference)
+    log_ratio = torch.where(case.batch.sequence_index == 0, 1e3, case.batch.sequence_log_ratio)
+    fields = {"old_logprobs": old, "reference_logprobs": reference, "sequence_log_ratio": log_ratio}
+    return logits, replace(case.batch, targets=targets, **fields)
 
 
 @pytest.mark.parametrize("march", [None, "native"])
@@ -426,6 +429,18 @@ def test_the_value_loss_is_that_of_a_loop(clip: float | None) -> None:
         assert {name: value.item() for name, value in sums.items()} == pytest.approx(metrics, rel=1e-5)
 
 
+def test_within_its_range_the_clip_of_a_value_is_not_there() -> None:
+    """To the bit: old + (value - old) would be another number, and some of its errors larger."""
+    generator = torch.Generator().manual_seed(9)
+    old = 0.2 * torch.rand(1000, generator=generator) - 0.1
+    value = 0.2 * torch.rand(1000, 1, generator=generator) - 0.1
+    index, returns = torch.arange(1000), 1.001 * value.squeeze(1)
+    batch = Batch(index, index, torch.tensor([0, 1000]), index, index, torch.zeros_like(index), values=old, returns=returns)
+    per_token, metrics = value_token_loss(0.2)(value, batch)
+    assert torch.equal(per_token, value_token_loss(None)(value, batch)[0])
+    assert not metrics["value_clipped"].any()
+
+
 def test_the_value_loss_names_what_is_wrong() -> None:
     hidden, head, batch = value_case()
     logits = head.logits(hidden)
@@ -440,14 +455,9 @@ def test_the_value_loss_names_what_is_wrong() -> None:
 # -- reward model
 
 
-@dataclass(frozen=True)
-class WithMargins(Batch):
-    margins: Tensor | None = None  # [N]
-
-
 def pair_batch(pairs: int, margins: Tensor | None = None) -> Batch:
     index = torch.arange(2 * pairs)
-    return WithMargins(index, torch.zeros_like(index), torch.arange(2 * pairs + 1), index, index, index, margins=margins)
+    return Batch(index, torch.zeros_like(index), torch.arange(2 * pairs + 1), index, index, index, margins=margins)
 
 
 @pytest.mark.parametrize("centring", [0.0, 0.05])
