@@ -112,10 +112,30 @@ class PolicyConfig(RunConfig):
             raise ValueError("distill.divergence=sampled_token is a policy gradient of its own; use recipe: opsd, or a KL here")
         if self.teacher is not None and self.distill.cross_entropy > 0:
             raise ValueError("distill.cross_entropy acts on given responses; use ptx")
+        if self.mismatch.correct != "off" and self.updates.old_logprobs == "rollout":
+            raise ValueError(
+                "updates.old_logprobs=rollout takes the engine's log-probs for the trainer's: mismatch.correct would find no "
+                "difference; allowed: auto, recompute"
+            )
+        if self.distill.reduction != "token_mean":
+            raise ValueError(
+                f"distill.reduction={self.distill.reduction}: the divergence is added to the loss of each token and shares "
+                "loss.reduction; leave it out"
+            )
         total = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.updates.minibatches > total:
             raise ValueError(f"updates.minibatches={self.updates.minibatches}; allowed: up to the step's {total} responses")
+        if self.reward_kl.target is not None and total >= 5 * self.reward_kl.horizon:
+            raise ValueError(
+                f"reward_kl.horizon={self.reward_kl.horizon} with {total} responses in a step could make beta 0 or negative; "
+                "allowed: more than a fifth of them"
+            )
         return self
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the policy in the whole run."""
+        return self.max_steps * self.updates.steps
 
 
 class PPOConfig(PolicyConfig):
@@ -125,6 +145,19 @@ class PPOConfig(PolicyConfig):
     reward_kl: RewardKL = RewardKL(beta=0.05)
     critic: Critic = Critic()
     advantages: Advantages = Advantages()
+
+    @model_validator(mode="after")
+    def _check_warmup(self) -> PPOConfig:
+        if self.critic.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"critic.warmup_steps={self.critic.warmup_steps} with max_steps={self.max_steps}: the policy would never learn; "
+                "allowed: fewer than max_steps"
+            )
+        return self
+
+    @property
+    def num_updates(self) -> int:
+        return (self.max_steps - self.critic.warmup_steps) * self.updates.steps
 
 
 class GRPOConfig(PolicyConfig):
