@@ -48,6 +48,10 @@ class OptimizerConfig(Strict):
             raise ValueError(f"warmup_steps={self.warmup_steps} > total_steps={self.total_steps}; lower warmup_steps")
         return self
 
+    def until(self, steps: int) -> OptimizerConfig:
+        """With a decay that ends at `steps`, where none is given."""
+        return self if self.total_steps is not None else self.model_copy(update={"total_steps": steps})
+
 
 class RolloutConfig(Strict):
     """How the sharded model generates."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -34,13 +34,15 @@ Fields = dict[str, list[Tensor]]  # by Batch field: a tensor [n_i, ...] for each
 
 @dataclass(frozen=True)
 class Learner:
-    """A model that is updated on a mini-batch. `prefix` goes before its metrics' names."""
+    """A model that is updated on a mini-batch. `prefix` goes before its metrics' names; `on_device` is open until it has
+    stepped."""
 
     engine: HybridEngine
     token_loss: Callable[[], AbstractContextManager[TokenLoss]]  # with whatever it needs gathered while the context is open
     prefix: str = ""
     reduction: Reduction = "token_mean"
     constant_length: int | None = None  # of reduction sum_per_constant
+    on_device: Callable[[], AbstractContextManager[None]] = nullcontext  # where its weights may be elsewhere in between
 
 
 @dataclass(frozen=True)

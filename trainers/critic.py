@@ -25,15 +25,26 @@ class CriticModel:
     reads_policy = False
 
     def __init__(
-        self, config: Critic, policy: HybridEngine, settings: HybridConfig, *, start: str, micro_batch_tokens: int
+        self,
+        config: Critic,
+        policy: HybridEngine,
+        settings: HybridConfig,
+        *,
+        start: str,
+        tokenizer: str | None,
+        num_updates: int,
+        micro_batch_tokens: int,
     ) -> None:
-        """`settings` are the policy's; `start` is what the policy started from. Raises ValueError for another vocabulary."""
+        """`settings` and `tokenizer` are the policy's; `start` is what the policy started from; the rate's decay ends at
+        `num_updates`. Raises ValueError for another vocabulary."""
         self.config, self.policy, self.micro_batch_tokens = config, policy, micro_batch_tokens
-        own = settings.model_copy(update={"optimizer": config.optimizer, "vocab_limit": None, "freeze": ()})
-        self.engine = HybridEngine.from_pretrained(config.path or start, own, scalar=True)
+        optimizer = config.optimizer.until(num_updates)
+        own = settings.model_copy(update={"optimizer": optimizer, "vocab_limit": None, "freeze": ()})
+        named = tokenizer if config.path is None else None
+        self.engine = HybridEngine.from_pretrained(config.path or start, own, tokenizer=named, scalar=True)
         if config.path is not None and policy.tokenizer is not None:
-            tokenizer = self.engine.tokenizer
-            check_same_vocabulary(policy.tokenizer.get_vocab(), tokenizer and tokenizer.get_vocab(), config.path)
+            vocabulary = None if self.engine.tokenizer is None else self.engine.tokenizer.get_vocab()
+            check_same_vocabulary(policy.tokenizer.get_vocab(), vocabulary, config.path, roles=("policy", "critic"))
         self._move("cpu")
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:

@@ -100,11 +100,8 @@ def open_algorithm(config: RunConfig, engine: HybridEngine, start: str) -> Algor
 
 
 def _open_engine(config: RunConfig, start: str) -> HybridEngine:
-    settings = config.engine
-    if settings.optimizer.total_steps is None:
-        updates = config.updates.steps if isinstance(config, PolicyConfig) else 1
-        optimizer = settings.optimizer.model_copy(update={"total_steps": config.max_steps * updates})
-        settings = settings.model_copy(update={"optimizer": optimizer})
+    steps = config.num_updates if isinstance(config, PolicyConfig) else config.max_steps
+    settings = config.engine.model_copy(update={"optimizer": config.engine.optimizer.until(steps)})
     scalar = isinstance(config, RewardRecipe)
     return HybridEngine.from_pretrained(start, settings, tokenizer=config.model.tokenizer, scalar=scalar)
 
@@ -222,15 +219,16 @@ class Run:
         for learner in algorithm.learners(step):
             policy = learner.engine is engine
             certifier = self._certifier(step, rollouts) if policy and number == 0 else None
-            with learner.token_loss() as token_loss:
-                loss = certifier.watch(token_loss) if certifier else token_loss
-                means = self._forward_backward(learner, batches, loss)
-            phase.tokens += sum(b.num_tokens for b in batches)
-            if certifier is not None:
-                means |= self._certify(certifier, step)
-            for mixture in algorithm.mixtures(step, number) if policy else ():
-                means |= self._mix(mixture)
-            means |= learner.engine.optim_step()
+            with learner.on_device():
+                with learner.token_loss() as token_loss:
+                    loss = certifier.watch(token_loss) if certifier else token_loss
+                    means = self._forward_backward(learner, batches, loss)
+                phase.tokens += sum(b.num_tokens for b in batches)
+                if certifier is not None:
+                    means |= self._certify(certifier, step)
+                for mixture in algorithm.mixtures(step, number) if policy else ():
+                    means |= self._mix(mixture)
+                means |= learner.engine.optim_step()
             record |= {f"{learner.prefix}{name}": value for name, value in means.items()}
         return record
 

@@ -22,7 +22,13 @@ class PPO(OnPolicy):
         super().__init__(config, engine, start=start)
         self.gae = config.advantages
         self.critic = CriticModel(
-            config.critic, engine, config.engine, start=start, micro_batch_tokens=config.train.micro_batch_tokens
+            config.critic,
+            engine,
+            config.engine,
+            start=start,
+            tokenizer=config.model.tokenizer,
+            num_updates=config.max_steps * config.updates.steps,
+            micro_batch_tokens=config.train.micro_batch_tokens,
         )
         self.scorers = [*self.scorers, self.critic]
         self.others = {"critic": self.critic.engine}
@@ -47,10 +53,11 @@ class PPO(OnPolicy):
         return {"advantages": advantages, "returns": returns, "values": values}, record
 
     def learners(self, step: int) -> Sequence[Learner]:
-        critic = Learner(self.critic.engine, self.critic.token_loss, prefix="critic/")
+        critic = Learner(self.critic.engine, self.critic.token_loss, prefix="critic/", on_device=self.critic.on_device)
         policy = super().learners(step)
         return [critic] if step <= self.critic.config.warmup_steps else [*policy, critic]
 
     def export(self, run_dir: Path) -> None:
         super().export(run_dir)
-        self.critic.engine.save_pretrained(run_dir / "critic")
+        with self.critic.on_device():
+            self.critic.engine.save_pretrained(run_dir / "critic")
