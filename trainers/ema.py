@@ -18,7 +18,7 @@ class PolicyAverage:
 
     def __init__(self, engine: HybridEngine, decay: float) -> None:
         self.engine, self.decay = engine, decay
-        self._tensors = {name: p.detach().clone() for name, p in engine.model.parameters().items()}
+        self._tensors = {name: p.detach().to(torch.float32, copy=True) for name, p in engine.model.parameters().items()}
 
     @torch.no_grad()
     def after_step(self) -> None:
