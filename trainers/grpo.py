@@ -4,6 +4,7 @@ al. 2025) and GSPO (Zheng et al. 2025)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,12 +29,11 @@ class GRPO(OnPolicy):
             return super().rollouts(step, take)
         kept: list[Rollout] = []
         groups: list[int] = []  # that teach something, in the order they were drawn
-        record: dict[str, float] = {}
-        drawn = 0
+        records: list[dict[str, float]] = []
         for _ in range(self.dynamic.max_batches):
             prompts = take(self.prompts_per_step)
-            drawn += len(prompts)
-            judged, record = self.judged(prompts)
+            judged, found = self.judged(prompts)
+            records.append(found)
             rewards = by_group(self.of_all_ranks(judged, [r.reward or 0.0 for r in judged]))
             told_apart = {group for group, values in rewards.items() if len(set(values)) > 1}
             groups += [p.key for p in prompts if p.key in told_apart]
@@ -41,7 +41,8 @@ class GRPO(OnPolicy):
             if len(groups) >= self.prompts_per_step:
                 break
         chosen = set(groups[: self.prompts_per_step])
-        record |= {"dynamic_drawn": float(drawn), "dynamic_kept": len(groups) / drawn}
+        drawn = float(len(records) * self.prompts_per_step)
+        record = of_all_draws(records) | {"dynamic_drawn": drawn, "dynamic_kept": len(groups) / drawn}
         return [r for r in kept if r.group in chosen], record
 
     def advantages(
@@ -70,6 +71,16 @@ class GRPO(OnPolicy):
         silent = sum(not bool(a.any()) for a in made)
         count, zero = total([len(made), silent])
         return {"advantages": made}, {"no_signal": zero / max(count, 1.0)}
+
+
+def of_all_draws(records: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The metrics of several draws of equally many responses, as of one: failures add up, the rest are means."""
+    merged = {}
+    for name in records[0]:
+        values = [record[name] for record in records]
+        merged[name] = sum(values) if name.endswith("_failures") else sum(values) / len(values)
+    squares = sum(r["reward_std"] ** 2 + r["reward_mean"] ** 2 for r in records) / len(records)
+    return merged | {"reward_std": math.sqrt(max(squares - merged["reward_mean"] ** 2, 0.0))}
 
 
 def by_group(values: Mapping[Key, float]) -> dict[int, list[float]]:
