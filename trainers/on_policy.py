@@ -31,7 +31,7 @@ from trainers.pretraining_mix import PretrainingData
 from trainers.reward_scoring import RewardScorer
 from trainers.rollout import require_room
 from trainers.sampler import Sampler
-from trainers.scoring import OldLogprobs, Scorer, open_reference, open_teacher
+from trainers.scoring import OldLogprobs, ReferenceScorer, Scorer, open_reference, open_teacher
 from trainers.types import Prompt, Rollout
 
 Key = tuple[int, int]  # of a response in a step: its group and its number in it
@@ -81,9 +81,13 @@ class OnPolicy(Algorithm):
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         self.sampler.check(prompts)
+        room: dict[str, Any] = {"max_new_tokens": self.sampler.sampling.max_new_tokens}
         if self.teacher is not None:
-            length = self.sampler.sampling.max_new_tokens
-            require_room(prompts, self.teacher.model.max_positions, max_new_tokens=length, privileged=True)
+            require_room(prompts, self.teacher.model.max_positions, privileged=True, reader="teacher", **room)
+        readers = [("reference", s.model) for s in self.scorers if isinstance(s, ReferenceScorer)]
+        readers += [("reward model", reward.model) for reward in self.rewards.models]
+        for name, model in (*readers, *((name, engine.model) for name, engine in self.others.items())):
+            require_room(prompts, model.max_positions, reader=name, **room)
         self.rewards.check(prompts)
 
     # -- responses and what they are worth
@@ -113,10 +117,11 @@ class OnPolicy(Algorithm):
         self._responses = list(self.of_all_ranks(counted, [0.0] * len(counted)))
         scores = self._shaped(rollouts)
         made, found = self.advantages(rollouts, scores, kls if self.beta > 0 else None, fields)
+        record["reward_kl_beta"] = self.beta
         if self.adaptive is not None:
             (number,) = self.engine.mesh.sum([len(rollouts)])
             self.adaptive = self.adaptive.updated(record["kl_per_response"], int(number))
-        return fields | made, record | found | {"reward_kl_beta": self.beta}
+        return fields | made, record | found
 
     @abstractmethod
     def advantages(

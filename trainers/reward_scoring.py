@@ -26,8 +26,8 @@ class RewardModel:
         self.model = ShardedModel.from_pretrained(config.model, own, engine.mesh, trainable=False, scalar=True)
         if self.model.files is None or SCALAR_HEAD not in self.model.files.names():
             raise ValueError(f"rewards: {config.model} has no {SCALAR_HEAD}; allowed: a reward model (recipe: reward makes one)")
-        tokenizer = self.model.tokenizer
-        check_same_vocabulary(engine.tokenizer.get_vocab(), tokenizer and tokenizer.get_vocab(), config.model)
+        vocabulary = None if self.model.tokenizer is None else self.model.tokenizer.get_vocab()
+        check_same_vocabulary(engine.tokenizer.get_vocab(), vocabulary, config.model, roles=("policy", "reward model"))
         if config.offload:
             self.model.offload()
 
@@ -66,7 +66,10 @@ class RewardScorer:
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
         """The rollouts with `reward` (what they have already, from an environment, included) and `reward_parts`, and metrics over
         all ranks. Collective."""
-        scores = self.functions.score(rollouts)
+        scores = [
+            Scores(total=s.total + (r.reward or 0.0), parts=s.parts, failed=s.failed)
+            for s, r in zip(self.functions.score(rollouts), rollouts, strict=True)
+        ]
         for name, model in zip(self.model_names, self.models, strict=True):
             values = model.score(rollouts)
             weight = model.config.weight
@@ -76,7 +79,7 @@ class RewardScorer:
             ]
         metrics = reward_metrics(scores, self.names, self.engine.mesh.sum)
         judged = [
-            replace(r, reward=(r.reward or 0.0) + s.total, reward_parts={**(r.reward_parts or {}), **s.parts})
+            replace(r, reward=s.total, reward_parts={**(r.reward_parts or {}), **s.parts})
             for r, s in zip(rollouts, scores, strict=True)
         ]
         return judged, metrics

@@ -39,11 +39,18 @@ def sample_rollouts(generator: Generator, prompts: Sequence[DrawnPrompt], sampli
 
 
 def require_room(
-    prompts: Sequence[Prompt], max_model_len: int, *, max_new_tokens: int = 0, given: bool = False, privileged: bool = False
+    prompts: Sequence[Prompt],
+    max_model_len: int,
+    *,
+    max_new_tokens: int = 0,
+    given: bool = False,
+    privileged: bool = False,
+    reader: str = "",
 ) -> None:
     """Raises ValueError naming the longest row, before the first step, if prompt and response may be longer than the model takes.
 
     A response may have `max_new_tokens`, or what the row gives (`given`); the prompt is the student's or the `privileged` one.
+    `reader`: what the model is called, where it is not the policy.
     """
 
     def lengths(prompt: Prompt) -> tuple[int, int]:
@@ -55,8 +62,8 @@ def require_room(
     if num_prompt + num_response > max_model_len:
         raise ValueError(
             f"data: row {longest.index} has {num_prompt} {'privileged ' if privileged else ''}prompt tokens, its response up to "
-            f"{num_response}; allowed: {max_model_len} in all; lower data.max_prompt_tokens, max_new_tokens or "
-            "data.max_response_tokens, or set engine.rollout.engine.max_model_len"
+            f"{num_response}; allowed: {max_model_len} in all{reader and f' by the {reader}'}; lower data.max_prompt_tokens, "
+            "max_new_tokens or data.max_response_tokens, or set engine.rollout.engine.max_model_len"
         )
 
 

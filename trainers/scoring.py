@@ -257,7 +257,13 @@ def open_reference(
 ) -> ReferenceScorer:
     """A frozen copy of `reference.path`, or of `start`. Raises ValueError for another vocabulary. Collective."""
     options = _open_model(
-        reference.path or start, engine, config, check=reference.path is not None, scoring="auto", offload=reference.offload
+        reference.path or start,
+        engine,
+        config,
+        check=reference.path is not None,
+        scoring="auto",
+        offload=reference.offload,
+        roles=("policy", "reference"),
     )
     scorer = ReferenceScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, **options)
     scorer.temperature = temperature
@@ -273,6 +279,7 @@ def _open_model(
     scoring: Literal["auto", "engine", "module"],
     offload: bool,
     decay: float | None = None,
+    roles: tuple[str, str] = ("student", "teacher"),
 ) -> dict[str, Any]:
     """What a ModelScorer of a folder's weights is made of.
 
@@ -286,10 +293,11 @@ def _open_model(
     model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=masters, load=False)
     if check:
         vocabulary = None if model.tokenizer is None else model.tokenizer.get_vocab()
-        check_same_vocabulary(engine.tokenizer.get_vocab(), vocabulary, path)
+        check_same_vocabulary(engine.tokenizer.get_vocab(), vocabulary, path, roles=roles)
         rows = model.hf_config.get_text_config().vocab_size
         if limit is not None and rows < limit:
-            raise ValueError(f"teacher {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching teacher")
+            role = roles[1]
+            raise ValueError(f"{role} {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching {role}")
     chosen = _scoring(scoring, model)
     if chosen == "module":
         model.load()
@@ -311,15 +319,24 @@ def _scoring(asked: Literal["auto", "engine", "module"], model: ShardedModel) ->
     return "module" if asked == "module" or model.spec is None else "engine"
 
 
-def check_same_vocabulary(student: Mapping[str, int], teacher: Mapping[str, int] | None, name: str, show: int = 3) -> None:
-    """Raises ValueError naming the first ids whose tokens differ. A loss over two vocabularies would compare unlike tokens."""
+def check_same_vocabulary(
+    student: Mapping[str, int],
+    teacher: Mapping[str, int] | None,
+    name: str,
+    show: int = 3,
+    *,
+    roles: tuple[str, str] = ("student", "teacher"),
+) -> None:
+    """Raises ValueError naming the first ids whose tokens differ: to one model they would be other tokens. `roles` are what the
+    two are called there; `name` is the second's folder."""
+    one, other = roles
     if teacher is None:
-        raise ValueError(f"teacher {name} has no tokenizer to compare with the student's; put the tokenizer beside its weights")
+        raise ValueError(f"{other} {name} has no tokenizer to compare with the {one}'s; put the tokenizer beside its weights")
     if student == teacher:
         return
     mine, theirs = ({i: token for token, i in vocab.items()} for vocab in (student, teacher))
     differing = [i for i in sorted(mine.keys() | theirs.keys()) if mine.get(i) != theirs.get(i)]
-    shown = "; ".join(f"{i}: student {mine.get(i)!r}, teacher {theirs.get(i)!r}" for i in differing[:show])
+    shown = "; ".join(f"{i}: {one} {mine.get(i)!r}, {other} {theirs.get(i)!r}" for i in differing[:show])
     raise ValueError(
-        f"student and teacher {name}: their tokenizers differ in {len(differing)} ids ({shown}); use a teacher with the same one"
+        f"{one} and {other} {name}: their tokenizers differ in {len(differing)} ids ({shown}); use a {other} with the same one"
     )
