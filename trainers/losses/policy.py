@@ -90,8 +90,8 @@ def reward_pair_loss(centring: float = 0.0) -> TokenLoss:
     Touvron et al. 2023 for the margin, Eisenstein et al. 2023 for the centring).
 
     logits [C, 1] hold them in the order c, r, c, r, ...; `margins` are read at the chosen one, 0 where the batch has none.
-    Loss and metrics stand at the chosen one, 0 at the rejected: `accuracy` (c > r), `margin` (c - r), `chosen_score`,
-    `rejected_score`. Raises ValueError for other logits, an odd C among them.
+    Loss and metrics of a pair stand at both, so that means over rows are means over pairs: `accuracy` (c > r), `margin` (c - r),
+    `chosen_score`, `rejected_score`. Raises ValueError for other logits, an odd C among them.
     """
 
     def token_loss(logits: Float[Tensor, "C 1"], chunk: Batch) -> tuple[PerToken, Metrics]:
@@ -110,7 +110,7 @@ def reward_pair_loss(centring: float = 0.0) -> TokenLoss:
             "chosen_score": chosen.detach(),
             "rejected_score": rejected.detach(),
         }
-        return _at_chosen(per_pair), {name: _at_chosen(value) for name, value in metrics.items()}
+        return _at_both(per_pair), {name: _at_both(value) for name, value in metrics.items()}
 
     return token_loss
 
@@ -170,8 +170,8 @@ def _scalar(logits: Tensor) -> Tensor:
     return logits.squeeze(-1)
 
 
-def _at_chosen(per_pair: Tensor) -> Tensor:
-    return torch.stack([per_pair, torch.zeros_like(per_pair)], -1).flatten()
+def _at_both(per_pair: Tensor) -> Tensor:
+    return per_pair.repeat_interleave(2)
 
 
 def _needed(field: Tensor | None, name: str, remedy: str) -> Tensor:

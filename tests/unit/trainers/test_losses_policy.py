@@ -473,9 +473,9 @@ def test_the_pair_loss_is_that_of_a_loop(centring: float, with_margins: bool) ->
     for i in range(0, 12, 2):
         chosen, rejected = scores[i : i + 2]
         x = chosen - rejected - (margins[i].item() if with_margins else 0.0)
-        losses += [math.log1p(math.exp(-x)) + centring * (chosen + rejected) ** 2, 0.0]
+        losses += [math.log1p(math.exp(-x)) + centring * (chosen + rejected) ** 2] * 2
         sigmoid, centre = 1 / (1 + math.exp(x)), 2 * centring * (chosen + rejected)
-        slopes += [centre - sigmoid, centre + sigmoid]
+        slopes += [2 * (centre - sigmoid), 2 * (centre + sigmoid)]
     metrics = {
         "accuracy": sum(c > r for c, r in zip(scores[::2], scores[1::2])),
         "margin": sum(scores[::2]) - sum(scores[1::2]),
@@ -489,7 +489,7 @@ def test_the_pair_loss_is_that_of_a_loop(centring: float, with_margins: bool) ->
         (gradient,) = torch.autograd.grad(found, hidden)
         wanted = torch.tensor(slopes, dtype=torch.float64)[:, None] * head.weight.double()
         assert (gradient.double() - wanted).abs().max() <= 2e-6 * wanted.abs().max()
-        assert {name: value.item() for name, value in sums.items()} == pytest.approx(metrics, rel=1e-5)
+        assert {name: value.item() / 2 for name, value in sums.items()} == pytest.approx(metrics, rel=1e-5)
     per_token, _ = reward_pair_loss(centring)(head.logits(hidden), batch)
     assert per_token.tolist() == pytest.approx(losses, rel=5e-6)
 
@@ -497,8 +497,8 @@ def test_the_pair_loss_is_that_of_a_loop(centring: float, with_margins: bool) ->
 def test_the_pair_loss_is_finite_and_still_pulls_at_scores_far_apart() -> None:
     z = torch.tensor([[-1e4], [1e4]], requires_grad=True)
     per_token, metrics = reward_pair_loss()(z, pair_batch(1))
-    assert per_token.tolist() == [2e4, 0.0]
-    assert torch.autograd.grad(per_token.sum(), z)[0].squeeze(1).tolist() == [-1.0, 1.0]
+    assert per_token.tolist() == [2e4, 2e4]
+    assert torch.autograd.grad(per_token.mean(), z)[0].squeeze(1).tolist() == [-1.0, 1.0]
     assert metrics["accuracy"].tolist() == [0.0, 0.0]
     per_token, metrics = reward_pair_loss()(torch.zeros(2, 1), pair_batch(1))
     assert metrics["accuracy"].tolist() == [0.0, 0.0]  # equal scores rank nothing
