@@ -15,6 +15,7 @@ from trainers.advantages import group_advantages, rewards_to_go, token_rewards, 
 from trainers.algorithm import Fields, Take
 from trainers.config import GRPOConfig
 from trainers.on_policy import Key, OnPolicy, key_of
+from trainers.statistics import num_sampled
 from trainers.types import Rollout
 
 
@@ -30,10 +31,12 @@ class GRPO(OnPolicy):
         kept: list[Rollout] = []
         groups: list[int] = []  # that teach something, in the order they were drawn
         records: list[dict[str, float]] = []
+        generated = 0
         for _ in range(self.dynamic.max_batches):
             prompts = take(self.prompts_per_step)
             judged, found = self.judged(prompts)
             records.append(found)
+            generated += num_sampled(judged)
             rewards = by_group(self.of_all_ranks(judged, [r.reward or 0.0 for r in judged]))
             told_apart = {group for group, values in rewards.items() if len(set(values)) > 1}
             groups += [p.key for p in prompts if p.key in told_apart]
@@ -43,6 +46,7 @@ class GRPO(OnPolicy):
         chosen = set(groups[: self.prompts_per_step])
         drawn = float(len(records) * self.prompts_per_step)
         record = of_all_draws(records) | {"dynamic_drawn": drawn, "dynamic_kept": len(groups) / drawn}
+        record["generated_tokens"] = self.engine.mesh.sum([generated])[0]
         return [r for r in kept if r.group in chosen], record
 
     def advantages(

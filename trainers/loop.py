@@ -197,7 +197,8 @@ class Run:
                 fields = {scorer.field: scorer.score(rollouts) for scorer in algorithm.scorers}
                 fields, found = algorithm.experience(step, rollouts, fields)
                 phase.tokens += sum(len(r.ids) for r in rollouts) if fields else 0
-        record |= {"epoch": self.stream.position.epoch, **rollout_statistics(rollouts, self.mesh), **found, **swap}
+        statistics = rollout_statistics(rollouts, self.mesh)
+        record = {"epoch": self.stream.position.epoch, **statistics, **record, **found, **swap}
         updates = []
         with monitor.phase("train") as phase:
             for number, places in enumerate(algorithm.minibatches(step, rollouts)):

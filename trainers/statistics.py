@@ -39,6 +39,7 @@ def rollout_statistics(rollouts: Sequence[Rollout], mesh: Mesh) -> dict[str, flo
         "truncated": truncated / max(count, 1.0),
         "repetition": repeated / max(num_grams, 1.0),
         "sampled": sampled / max(tokens, 1.0),
+        "generated_tokens": sampled,
     }
     if sampled:
         statistics |= {"rollout_logprob": logprob / sampled, "rollout_logprob_raw": logprob_raw / sampled}

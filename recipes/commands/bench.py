@@ -16,6 +16,7 @@ examples:
   hybrid bench swap --model models/smollm2 --swaps 30
   hybrid bench opsd --model models/smollm2 --new-tokens 128 --peer trl --peer-python TRL_VENV/bin/python
   hybrid bench loss-head --tokens 4096 --vocab 151936 --hidden 896
+  hybrid bench learning --recipes opsd/demo.yaml grpo/demo.yaml --seeds 0 1 2 --target 0.9 --plot opsd_vs_grpo.png
 
 each benchmark warms up once, repeats, and gives median, min, max and all runs; memory is this process's (a peer's: all of its
 processes). They run on the CPU; on a GPU see recipes/bench/gpu_check.py. How to set a peer up: recipes/bench/peer_*.py.
@@ -27,6 +28,7 @@ BENCHMARKS = {
     "opsd": "whole steps of on-policy distillation",
     "scaling": "cost against batch, context and model size, on random models",
     "loss-head": "the chunked loss at full vocabulary",
+    "learning": "generated tokens until a held-out score is reached, by recipe",
 }
 
 
@@ -71,7 +73,19 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     loss_head.add_argument("--loss", choices=("cross_entropy", "forward_kl", "reverse_kl"), default="reverse_kl")
     loss_head.add_argument("--chunk-tokens", type=_positive, metavar="N", help="default: the engine's choice")
     loss_head.add_argument("--kernels", choices=("auto", "reference", "cpu"), default="auto")
+    learning = of["learning"]
+    learning.add_argument("--recipes", nargs="+", required=True, metavar="CONFIG.yaml")
+    learning.add_argument("--seeds", type=_natural, nargs="+", default=[0, 1, 2], metavar="N")
+    learning.add_argument("--target", type=float, default=0.8, metavar="SCORE")
+    learning.add_argument("--set", nargs="+", default=[], metavar="key=value", help="for all recipes: the same start, say")
+    learning.add_argument(
+        "--out", type=Path, default=Path("runs/learning"), metavar="DIR", help="the runs; finished ones are kept"
+    )
+    learning.add_argument("--plot", type=Path, metavar="FILE.png")
+    learning.add_argument("--json", action="store_true", help="one JSON object")
     for name, each in of.items():
+        if name == "learning":
+            continue
         each.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
         if name != "swap":
             each.add_argument("--repeats", type=_positive, default=5, metavar="R", help="timed runs, after a warm-up")
