@@ -1,8 +1,8 @@
 """`hybrid bench learning`: how many tokens each of several recipes generates until its held-out score reaches a target.
 
-Every recipe is run with every seed, as `hybrid train` runs it; a finished run in the folder is not run again. Tokens are those that
-all ranks sampled, with what dynamic sampling threw away; the score is that of the recipe's own evaluations, and between two of them it is taken to rise
-in a straight line.
+Every recipe is run with every seed, as `hybrid train` runs it; a finished run in the folder is not run again. Tokens are those
+that all ranks sampled, also what dynamic sampling threw away; the score is that of the recipe's own evaluations, and between two
+of them it is taken to rise in a straight line.
 """
 
 from __future__ import annotations
