@@ -84,6 +84,7 @@ class Algorithm(ABC):
     scorers: Sequence[Scorer] = ()
     unit: int = 1  # so many rollouts in a row stay in one micro-batch
     samples_again: bool = False  # whether `rollouts` may generate several times
+    samples_elsewhere: bool = False  # whether another engine than the one that trains generates
     others: Mapping[str, HybridEngine] = MappingProxyType({})  # models that learn beside the policy, for checkpoints
 
     @abstractmethod

@@ -278,7 +278,8 @@ class Run:
         """Where a certificate is due, for a mini-batch with tokens that were sampled (on whatever rank)."""
         if not is_due(self.config.certificate, step, first=not self.certified) or not self.mesh.sum([num_sampled(rollouts)])[0]:
             return None
-        dtype = self.config.engine.compute_dtype
+        # Another engine's log-probs are judged as bf16's are, whatever the dtype.
+        dtype = "bfloat16" if self.algorithm.samples_elsewhere else self.config.engine.compute_dtype
         return Certifier(self.config.certificate, temperature=self.algorithm.temperature, compute_dtype=dtype)
 
     def _certify(self, certifier: Certifier, step: int) -> dict[str, float]:

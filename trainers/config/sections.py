@@ -128,8 +128,12 @@ class CertificateConfig(Strict):
     """Per-token |log p_rollout - log p_train|, on the first rollout of a process and every n steps."""
 
     every: int = Field(50, ge=0, description="0: the first rollout only")
-    bound: float | None = Field(None, gt=0, description="per token; None: 1e-4 in float32, 0.5 in bfloat16")
-    mean_bound: float | None = Field(None, gt=0, description="None: 1e-4 in float32, 0.1 in bfloat16")
+    bound: float | None = Field(
+        None, gt=0, description="per token; None: 1e-4 in float32, 0.5 in bfloat16 and for other rollout backends"
+    )
+    mean_bound: float | None = Field(
+        None, gt=0, description="None: 1e-4 in float32, 0.1 in bfloat16 and for other rollout backends"
+    )
     action: Literal["stop", "warn"] = "stop"
 
 
