@@ -115,7 +115,15 @@ def test_calls_see_the_trainers_cuda_device(mine, monkeypatch):
     assert [s.total for s in mine(lambda completion, prompt: cuda.current_device()).score([rollout("")])] == [3.0]
 
 
-def test_ctrl_c_leaves_no_answer_for_the_next_call():
+@pytest.fixture
+def interruptible():
+    """As a shell in the foreground starts a program; in the background Ctrl-C is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_leaves_no_answer_for_the_next_call(interruptible):
     release = threading.Event()
     deadline = Deadline(60.0)
 

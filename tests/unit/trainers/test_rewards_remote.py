@@ -118,10 +118,20 @@ def test_a_server_that_is_down_is_not_waited_for_at_each_request_of_a_step():
         assert len(server.seen) == 3 + 1 + 1 + 1
         rewards.score([rollout("")] * 2)  # in the next step it is again
         assert len(server.seen) == 6 + 3 + 1
+    with Server([(400, b""), DOWN, OK]) as server:
+        assert [s.total for s in score(server, "ab", batch_size=1)] == [-1.0, 1.0], "one that refuses is not down"
+
+
+def test_a_server_that_always_hangs_is_asked_a_few_times_only(monkeypatch):
     with Server([None]) as server:
-        found = score(server, "x" * (MOST_STUCK + 9), batch_size=1, timeout_s=0.1)
+        rewards = Rewards([RewardConfig(name=server.url, batch_size=1, timeout_s=0.1)])
+        found = rewards.score([rollout("")] * (MOST_STUCK + 9))
+        assert [bool(s.failed) for s in found] == [True] * (MOST_STUCK + 9)
         assert len(server.seen) <= MOST_STUCK
-    assert [s.total for s in found] == [-1.0] * (MOST_STUCK + 9)
+        waits = []
+        monkeypatch.setattr(remote.time, "sleep", waits.append)
+        rewards.score([rollout("")])  # those requests are not over yet
+        assert waits == []
 
 
 def test_nobody_listens(caplog):
