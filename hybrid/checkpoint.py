@@ -158,6 +158,8 @@ def load_checkpoint(
         saved = _saved_tensors(path, header)
         slots = {} if optimizer is None else optim_state.slots(optimizer, model, saved, header["scalars"], header["optimizer"])
         tensors = _named("model", model) | _named("optim", slots) | _named("ema", ema or {})
+        if lacking := sorted(others.keys() - header.get("others", {}).keys()):
+            raise ValueError(f"{path} holds no {', '.join(lacking)} beside the policy; resume with the recipe that saved it")
         slots_of = {name: _slots_of(name, other, saved, header) for name, other in others.items()}
         for name, other in others.items():
             tensors |= _named(f"{name}.model", other.model) | _named(f"{name}.optim", slots_of[name])
@@ -222,7 +224,7 @@ def _slots_of(
     start = f"{name}."
     own = {full.removeprefix(start): stored for full, stored in saved.items() if full.startswith(start)}
     scalars = [full.removeprefix(start) for full in header["scalars"] if full.startswith(start)]
-    return optim_state.slots(other.optimizer, other.model, own, scalars, header.get("others", {}).get(name, {}))
+    return optim_state.slots(other.optimizer, other.model, own, scalars, header["others"][name])
 
 
 def _with_dimension(tensors: Mapping[str, Tensor]) -> dict[str, Any]:

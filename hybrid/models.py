@@ -211,6 +211,8 @@ class ShardedModel:
             ignored = (*ignored, "lm_head.")
             if SCALAR_HEAD not in source.names():
                 sharding.local(wanted.pop(SCALAR_HEAD)).zero_()
+            elif (labels := source.get(SCALAR_HEAD).shape[0]) != 1:
+                raise ValueError(f"{self.path} is a classifier and has {labels} labels; allowed: 1, whose logit is the score")
         _check_names(source, hf, wanted, ignored)
         shards, rank = sharding.shard_count(self.mesh), self.mesh.shard_rank
         for name, tensor in wanted.items():
