@@ -20,7 +20,7 @@ from typing import NoReturn
 from recipes import launch
 from recipes.settings import SettingsError
 
-COMMANDS = ("train", "generate", "evaluate", "export", "plot", "bench", "fetch_smollm2")
+COMMANDS = ("train", "doctor", "generate", "evaluate", "export", "plot", "bench", "fetch_smollm2")
 OUR_PACKAGES = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("inference_v2", "hybrid", "trainers", "recipes"))
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
@@ -76,7 +76,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """argparse ends a list of positionals at the first option; `train X.yaml --nproc 2 max_steps=5` is meant to work."""
     top = parser()
     args, rest = top.parse_known_args(argv)
-    if rest and (args.command != "train" or any(text.startswith("-") for text in rest)):
+    if rest and (not hasattr(args, "overrides") or any(text.startswith("-") for text in rest)):
         top.error(f"not known: {' '.join(rest)}")
     if rest:
         args.overrides += rest
