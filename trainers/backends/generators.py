@@ -15,6 +15,11 @@ if TYPE_CHECKING:
 class ClosableGenerator(Protocol):
     """What rollouts need (trainers.rollout.Generator), and an end. Every verb is collective."""
 
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and new tokens of one request, at most."""
+        ...
+
     def generate_together(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: Sequence[int] | None = None
     ) -> dict[int, list[Completion]]:
@@ -30,7 +35,7 @@ class HybridGenerator:
     """The engine itself; to close it is its owner's."""
 
     def __init__(self, engine: HybridEngine) -> None:
-        self.generate_together = engine.generate_together
+        self.generate_together, self.max_model_len = engine.generate_together, engine.max_model_len
 
     def close(self) -> None:
         pass

@@ -41,7 +41,7 @@ class HFGenerator:
     """Nothing is kept between calls; the trained module is read and otherwise left alone. All verbs are collective."""
 
     def __init__(self, engine: HybridEngine) -> None:
-        self._engine = engine
+        self._engine, self.max_model_len = engine, engine.max_model_len
 
     def generate_together(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, keys: Sequence[int] | None = None
@@ -52,7 +52,7 @@ class HFGenerator:
         engine, mesh = self._engine, self._engine.mesh
         keys = range(len(prompts)) if keys is None else keys
         engine.weight_version += 1  # as at every entry to generation
-        answers = Answers(engine, sampling, max_model_len=engine.max_model_len, vocab_size=engine.model.num_rows)
+        answers = Answers(engine, sampling, max_model_len=self.max_model_len, vocab_size=engine.model.num_rows)
         work = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
         mine = deal(work, mesh.world_size)[mesh.rank]
         found: dict[int, list[Completion]] = {}

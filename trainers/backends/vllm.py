@@ -72,7 +72,7 @@ class VLLMGenerator:
             )
         self._num_rows = min(self._model.vocab_limit or self._model.num_rows, self._model.num_rows)
         self._cut = _vocabulary_weights(self._model.module.hf)
-        self._max_model_len = config.max_model_len or engine.max_model_len
+        self.max_model_len = min(config.max_model_len or engine.max_model_len, engine.max_model_len)
         self._worker: Worker | None = None
         error: ValueError | None = None
         if engine.rank == 0:
@@ -100,7 +100,7 @@ class VLLMGenerator:
         keys = range(len(prompts)) if keys is None else keys
         engine.weight_version += 1  # as at every entry to generation
         self.push(engine.weight_version)
-        answers = Answers(engine, sampling, max_model_len=self._max_model_len, vocab_size=self._num_rows)
+        answers = Answers(engine, sampling, max_model_len=self.max_model_len, vocab_size=self._num_rows)
         known = {i: done for i, p in enumerate(prompts) if (done := answers.without_generating(i, p)) is not None}
         asked = [i for i in range(len(prompts)) if i not in known]
         found: dict[int, list[Completion]] = {}
@@ -149,7 +149,7 @@ class VLLMGenerator:
         settings: dict[str, Any] = {
             "model": str(self._worker.folder / "model"),
             "dtype": config.dtype or self._engine.config.compute_dtype,
-            "max_model_len": self._max_model_len,
+            "max_model_len": self.max_model_len,
             "gpu_memory_utilization": config.gpu_memory_utilization,
             "enforce_eager": config.enforce_eager,
         }
@@ -285,11 +285,11 @@ class Worker:
         left = memoryview(json.dumps({"verb": verb, "number": self._number, **fields}).encode() + b"\n")
         while left:
             if not select.select([], [self._stdin], [], self._seconds_left())[1]:
-                self._fail(f"did not take it within {timeout_s:g} s")
+                self._fail_late("it did not take that")
             try:
                 left = left[os.write(self._stdin, left) :]
             except BrokenPipeError:
-                self._fail("it has ended")
+                self._fail_dead()
 
     def receive(self, wait_s: float) -> dict[str, Any] | None:
         """The answer to what was sent last, or None if `wait_s` seconds brought none. Raises WorkerError."""
@@ -307,10 +307,10 @@ class Worker:
             if not select.select([self._stdout], [], [], max(0.0, end - time.monotonic()))[0]:
                 if time.monotonic() < self._deadline:
                     return None
-                self._fail(f"no answer within {self._timeout_s:g} s")
+                self._fail_late("no answer")
             data = os.read(self._stdout, 1 << 20)
             if not data:
-                self._fail("it has ended")
+                self._fail_dead()
             self._received += data
 
     def close(self) -> None:
@@ -322,21 +322,23 @@ class Worker:
         self._process.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)  # the worker may have been quicker
 
-    def _end(self) -> bool:
-        """Waits for the end, a while; then by force. Whether it took that."""
+    def _end(self, wait_s: float = END_S) -> None:
+        """Waits so long for it to end by itself."""
         try:
-            self._process.wait(END_S)
+            self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()
-            return True
-        return False
 
-    def _fail(self, what: str) -> NoReturn:
-        code = None if self._end() else self._process.returncode
-        if code is not None:
-            what += f" ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
-        raise WorkerError(f"the vLLM worker, asked to {self._verb}: {what}; {self._tail()}")
+    def _fail_late(self, what: str) -> NoReturn:
+        self._end(0.0)  # its late answer is nobody's
+        raise WorkerError(f"the vLLM worker, asked to {self._verb}: {what} within {self._timeout_s:g} s; {self._tail()}")
+
+    def _fail_dead(self) -> NoReturn:
+        self._end()
+        code = self._process.returncode
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        raise WorkerError(f"the vLLM worker, asked to {self._verb}: it has ended ({how}); {self._tail()}")
 
     def _tail(self) -> str:
         try:

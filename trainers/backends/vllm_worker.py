@@ -48,6 +48,7 @@ class RolloutWorker:
             if describe(tensor) != sent[name]:
                 raise ValueError(f"{name} is not what was sent (dtype, shape or SHA-256 differ); nothing was loaded")
         self.model_runner.reload_weights(weights_iterator=iter(tensors.items()))
+        _process_shared(self.model_runner.get_model())
 
     def report_raw_logprobs(self) -> None:
         """Makes the sampler report, in the place of the most likely token's log-prob, log_softmax(z / temperature) of the sampled
@@ -79,6 +80,20 @@ class RolloutWorker:
 
         sampler.register_forward_pre_hook(before, with_kwargs=True)
         sampler.register_forward_hook(after, with_kwargs=True)
+
+
+def _process_shared(model: Any) -> None:
+    """Lets the layers that share a weight make of it again what they run with: a reload does that for the layer alone under whose
+    name the weight came, and on CPUs a tied head would go on with the old weights, packed."""
+    layers: dict[int, list[Any]] = {}
+    for layer in model.modules():
+        for parameter in layer._parameters.values():
+            if parameter is not None:
+                layers.setdefault(id(parameter), []).append(layer)
+    for sharing in layers.values():
+        for layer in sharing if len(sharing) > 1 else ():
+            if (method := getattr(layer, "quant_method", None)) is not None:
+                method.process_weights_after_loading(layer)
 
 
 def describe(tensor: Any) -> list[Any]:

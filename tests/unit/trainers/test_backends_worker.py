@@ -31,7 +31,8 @@ def worker():
     worker.close()
 
 
-def receive(worker: Worker) -> object:
+def ask(worker: Worker, verb: str, fields: dict[str, object], timeout_s: float = 60.0) -> object:
+    worker.send(verb, fields, timeout_s)
     while (answer := worker.receive(1.0)) is None:
         pass
     return answer
@@ -53,38 +54,31 @@ def wait_until(condition, seconds: float = 20.0) -> None:
 
 
 def test_an_interpreter_without_vllm_is_named_with_the_end_of_the_log(worker):
-    worker.send("start", {"model": "m"}, 60.0)
-    with pytest.raises(
-        WorkerError, match=r"could not start: ModuleNotFoundError: No module named 'vllm'; the end of its log: .*"
-    ):
-        receive(worker)
-    worker.send("load", {"version": 1, "files": [], "sent": {}}, 60.0)  # and it lives on
-    with pytest.raises(WorkerError, match="could not load: AttributeError"):
-        receive(worker)
+    with pytest.raises(WorkerError, match=r"could not start: ModuleNotFoundError: No module named 'vllm'; the end of its log: "):
+        ask(worker, "start", {"model": "m"})
+    with pytest.raises(WorkerError, match="could not load: AttributeError"):  # it lives on
+        ask(worker, "load", {"version": 1, "files": [], "sent": {}})
 
 
 def test_a_killed_worker_is_reported_each_time(worker):
     os.kill(worker.pid, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(WorkerError, match=r"asked to generate: it has ended \(SIGKILL\); its log is empty"):
-            worker.send("generate", {}, 60.0)
-            receive(worker)
+            ask(worker, "generate", {})
 
 
 @pytest.mark.parametrize("size", [1, 2**20], ids=["in the pipe", "more than a pipe holds"])
 def test_a_worker_that_does_not_answer_in_time_is_ended(worker, size):
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=r"asked to generate: (no answer|it did not take that) within 0.3 s"):
-        worker.send("generate", {"prompts": "x" * size}, 0.3)
-        receive(worker)
+        ask(worker, "generate", {"prompts": "x" * size}, 0.3)
     assert is_gone(worker.pid)
 
 
 def test_an_answer_to_an_interrupted_request_is_not_taken_for_the_next(worker):
     worker.send("load", {}, 60.0)  # answered with an error, which nobody receives
-    worker.send("start", {}, 60.0)
     with pytest.raises(WorkerError, match="could not start: ModuleNotFoundError"):
-        receive(worker)
+        ask(worker, "start", {})
 
 
 def test_it_is_private_and_leaves_nothing(worker):
@@ -96,14 +90,15 @@ def test_it_is_private_and_leaves_nothing(worker):
         worker.send("start", {}, 1.0)
 
 
-def test_it_ends_with_its_parent_also_while_it_works(tmp_path):
-    """A parent killed by SIGKILL closes nothing itself; another process may still hold its end of the pipe, here `sleep`."""
+def test_it_ends_with_its_parent_also_where_somebody_else_holds_the_pipe():
+    """A parent killed by SIGKILL closes nothing itself, and here `sleep` keeps its end of the pipe open."""
     code = (
         "import os, signal, sys, time, subprocess\n"
         "from trainers.backends.config import VLLMConfig\n"
         "from trainers.backends.vllm import Worker\n"
         "worker = Worker(VLLMConfig(python=sys.executable))\n"
-        "held = subprocess.Popen(['sleep', '60'], pass_fds=[worker._stdin])\n"
+        "quiet = {'stdout': subprocess.DEVNULL, 'stderr': subprocess.DEVNULL}\n"
+        "held = subprocess.Popen(['sleep', '60'], pass_fds=[worker._stdin], **quiet)\n"
         "print(worker.pid, held.pid, worker.folder, flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
@@ -146,6 +141,9 @@ def test_a_failed_start_is_raised_on_every_rank(pool2, tmp_path):
 class _Worker(vllm_worker.RolloutWorker):
     def __init__(self) -> None:
         self.model_runner, self.loaded = self, None
+
+    def get_model(self) -> torch.nn.Module:
+        return torch.nn.Module()
 
     def reload_weights(self, weights_iterator) -> None:
         self.loaded = dict(weights_iterator)
