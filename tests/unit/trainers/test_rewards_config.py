@@ -70,7 +70,7 @@ def test_other_names_are_refused(name, expected):
         ({"name": "m:f", "batch_size": 2}, "batch_size does not belong"),
         ({"name": "http://host", "max_tokens": 2}, "max_tokens does not belong to it, only to: length"),
         ({"name": "regex:a", "buffer": 2}, "buffer does not belong"),
-        ({"name": "length", "max_tokens": 4}, "length needs max_tokens, .* and buffer"),
+        ({"name": "length", "max_tokens": 4}, "length needs max_tokens .* and buffer"),
         ({"name": "length", "buffer": 4}, "length needs max_tokens"),
         ({"name": "length", "max_tokens": 4, "buffer": 5}, "buffer=5; allowed: 1 to max_tokens=4"),
         ({"name": "length", "max_tokens": 4, "buffer": 0}, "greater than or equal to 1"),
