@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from recipes.data import made_name, make_all
+from recipes.data import made_name
 from recipes.parts import sub_recipes
 from trainers.config import RunConfig
 
@@ -43,35 +42,29 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def _check_run(run: RunConfig) -> Iterator[str]:
-    from inference_v2.loading import load_model
-    from trainers.data.prompts import load_prompts
+    from recipes.doctor.case import Case
+    from trainers.config import RewardRecipe
     from trainers.evaluation import Evaluator
-    from trainers.new_model import write_new_model
+    from trainers.reward_model import check_pairs
 
-    with tempfile.TemporaryDirectory() as temporary:
-        model = run.model.path
-        if run.model.new is not None:
-            model = temporary
-            write_new_model(run.model.new, Path(temporary))
-        teacher = getattr(getattr(run, "teacher", None), "path", None)
-        for path in filter(None, (model, teacher)):
-            loaded = load_model(path, trust_remote_code=run.engine.trust_remote_code)
-            shown = "a fresh model" if path == temporary else path
-            yield f"  {shown}: {loaded.hf_config.model_type}, weights complete and readable"
-        if model is None:
-            yield "  data: read with the tokenizer of the model that is trained first"
-            return
-        loaded = load_model(model, trust_remote_code=run.engine.trust_remote_code, tokenizer=run.model.tokenizer)
-        tokenizer = loaded.tokenizer
-        if tokenizer is None:
-            raise ValueError(f"{model}: no tokenizer, which training data needs; set model.tokenizer")
-        data = make_all(run.data, Path(temporary))
-        prompts = load_prompts(data, tokenizer, eos_token_ids=loaded.eos_token_ids)
+    with Case.opened(run) as case:
+        for names, role in case.shared():
+            yield f"  {names}: {case.load(role).hf_config.model_type} of {role}, weights complete and readable"
+        loaded = case.load(case.policy)
+        if loaded.tokenizer is None:
+            raise ValueError(f"{case.policy}: no tokenizer, which training data needs; set model.tokenizer")
+        prompts = case.load_data()
         yield f"  {run.data.train}: {len(prompts)} prompts"
-        if data.eval is not None:
-            held_out = load_prompts(data, tokenizer, held_out=True)
-            Evaluator(run.eval, held_out.prompts)
-            yield f"  {run.data.eval}: {len(held_out)} held-out prompts, scored by {run.eval.reward}"
+        if run.data.eval is None:
+            return
+        held_out = case.load_data(held_out=True)
+        if isinstance(run, RewardRecipe):
+            limit = run.engine.rollout.engine.max_model_len
+            check_pairs(held_out.prompts, limit or loaded.hf_config.get_text_config().max_position_embeddings)
+            yield f"  {run.data.eval}: {len(held_out)} held-out pairs"
+            return
+        Evaluator(run.eval, held_out.prompts).close()
+        yield f"  {run.data.eval}: {len(held_out)} held-out prompts, scored by {run.eval.reward}"
 
 
 def _looks_local(path: str) -> bool:

@@ -13,8 +13,6 @@ from trainers.rewards import RewardConfig, from_name
 from trainers.rewards.components import open_component
 from trainers.types import Prompt, Rollout
 
-TRUE_FALSE = ("text", "math_verify")  # kinds that give a right answer 1
-
 
 def rewards(case: Case) -> Iterator[Finding]:
     config = case.config
@@ -61,8 +59,6 @@ def _judged(name: str, config: RewardConfig, prompt: Prompt, texts: Sequence[str
     if not texts:
         return Finding("reward", f"{found}; no row has an answer or a response to try")
     *right, empty = (math.copysign(1.0, config.weight) * float(value) for value in values)
-    if config.kind in TRUE_FALSE and values[0] != 1:
-        return Finding("reward", found, "FAIL", "the answer itself is not taken for right: look at data.answer_column")
     if max(right) <= empty:
         remedy = "a right answer is worth no more than none: check pattern or function, the answer column, the sign of weight"
         return Finding("reward", found, "warn", remedy)

@@ -11,6 +11,8 @@ from recipes.doctor.case import Case
 from recipes.doctor.finding import Finding
 from trainers.config import GRPOConfig, OPSDConfig, PolicyConfig, PPOConfig, RunConfig
 
+UNEQUAL = 1.1  # largest of a step's mini-batches by the smallest, from where on it is warned of
+
 
 def shares(case: Case) -> Iterator[Finding]:
     """Prompts and responses of a step over ranks and mini-batches."""
@@ -23,17 +25,20 @@ def shares(case: Case) -> Iterator[Finding]:
     total = prompts * samples
     found = (
         f"{prompts} prompts ({key}) x {samples} samples = {total} responses a step; mini-batches: {minibatches}, of "
-        f"{total / minibatches:g} responses, {total / minibatches / ranks:g} on each rank of {ranks}; a pass over the data is "
-        f"{rows / prompts:.3g} steps, the run {config.max_steps * prompts / rows:.3g} passes"
+        f"{total / minibatches:g} responses, {total / minibatches / ranks:g} on each rank of {ranks}"
     )
+    all_read = case.prompts.num_rows != case.max_rows
+    if all_read:
+        passes = config.max_steps * prompts / rows
+        found += f"; a pass over the data is {rows / prompts:.3g} steps, the run {passes:.3g} passes"
     remedies = []
     if prompts < ranks:
         remedies.append(f"{ranks - prompts} ranks have no prompt to answer: set {key} to {ranks} or more")
     if total // minibatches < ranks and total >= ranks:
         remedies.append("some ranks have nothing in some mini-batches and wait: lower updates.minibatches")
-    if prompts > rows:
+    if all_read and prompts > rows:
         remedies.append(f"a step takes rows of the data {prompts / rows:.3g} times: lower {key}")
-    if isinstance(config, GRPOConfig) and config.updates.minibatches > 1 and total % minibatches:
+    if -(-total // minibatches) > UNEQUAL * (total // minibatches):
         remedies.append(f"mini-batches are of unequal size: let updates.minibatches divide {total}")
     yield Finding("batch", found, "warn" if remedies else "ok", "; ".join(remedies))
 
