@@ -75,7 +75,7 @@ def train(
         return done
     start = starting_model(config, run_dir, resumed=checkpoint is not None)
     with ExitStack() as stack:
-        engine = stack.enter_context(closing(_open_engine(config, start)))
+        engine = stack.enter_context(closing(open_engine(config, start)))
         run = stack.enter_context(closing(Run(config, engine, start, run_dir, checkpoint)))
         return run.to_the_end(stop or (lambda: False), on_step or (lambda step, metrics: None))
 
@@ -99,7 +99,8 @@ def open_algorithm(config: RunConfig, engine: HybridEngine, start: str) -> Algor
     raise ValueError(f"{type(config).__name__} names no algorithm; allowed: those of trainers.config.CONFIGS")
 
 
-def _open_engine(config: RunConfig, start: str) -> HybridEngine:
+def open_engine(config: RunConfig, start: str) -> HybridEngine:
+    """The model that a run trains, from the folder or hub name that it starts from."""
     steps = config.num_updates if isinstance(config, PolicyConfig) else config.max_steps
     settings = config.engine.model_copy(update={"optimizer": config.engine.optimizer.until(steps)})
     scalar = isinstance(config, RewardRecipe)

@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(run_dir / "config.yaml")
     start = run_dir / "init" if config.model.path is None else config.model.path
 
-    from hybrid.engine import HybridEngine
+    from trainers.loop import open_engine
 
-    engine = HybridEngine.from_pretrained(start, config.engine, tokenizer=config.model.tokenizer)
+    engine = open_engine(config, str(start))
     engine.load(checkpoint)
     engine.save_pretrained(args.folder, dtype=args.dtype)
     engine.close()
