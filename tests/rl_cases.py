@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -124,7 +125,7 @@ def scripted_rollout(
         spans.append(Span(len(ids), len(ids) + len(turn.ids), turn.source))
         ids += turn.ids
     start = len(drawn.prompt.ids)
-    logprobs = [0.0] * (len(ids) - start)
+    logprobs = [math.nan] * (len(ids) - start)  # an environment's tokens have none that anyone may read
     with torch.no_grad():
         rows = torch.log_softmax(model(torch.tensor([ids])).logits[0] / temperature, -1)
     for span in spans:

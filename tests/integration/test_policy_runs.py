@@ -11,10 +11,11 @@ import pytest
 import torch
 from rl_cases import SGD, models, parts, policy_settings, recording, scorer_folder, watched
 from safetensors.torch import load_file
-from trainer_cases import CHARACTERS, Killed, configure, run, tiny_folder
+from trainer_cases import CHARACTERS, Killed, configure, run, settings, tiny_folder
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hybrid.engine import HybridEngine
+from recipes.cli import main
 from trainers.critic import CriticModel
 from trainers.data.order import PromptStream
 from trainers.data.prompts import load_prompts
@@ -243,6 +244,17 @@ def test_the_critic_and_the_average_are_folders_that_transformers_loads(make, fo
             expected = critic.score(hidden)[rollout.num_prompt - 1 :, 0]
         torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
     engine.close()
+
+
+@pytest.mark.parametrize("recipe", ["ppo", "reward"])
+def test_a_checkpoint_is_exported_as_the_model_of_its_run(make, folder, tmp_path, recipe):
+    """Also of a run whose rate decays to its end, and of one that trains a scalar model."""
+    tree = make("ppo") if recipe == "ppo" else settings("reward", folder, **{"data.train": str(folder / "pairs.jsonl")})
+    tree |= {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+    tree["engine"]["optimizer"] = {"schedule": "cosine"}
+    run(tree)
+    assert main(["export", str(tmp_path / "run" / "checkpoints" / "step_1"), str(tmp_path / "out")]) == 0
+    assert same(load_file(tmp_path / "out" / "model.safetensors"), parts(tree)["model"])
 
 
 def test_an_offloaded_critic_is_back_for_each_of_its_updates(make, monkeypatch):

@@ -53,14 +53,16 @@ METHODS = {
 @pytest.mark.parametrize("name", list(METHODS))
 def test_a_step_does_not_depend_on_ranks_and_micro_batches(make, pool2, folder, name):
     """(ranks, micro-batches) of (1, few), (2, few), (1, many), (2, many): weights of policy and critic, whitening and group
-    statistics over all ranks, KLs and rewards. With one prompt a step, rank 1 has nothing to do."""
+    statistics over all ranks, KLs and rewards; packed and padded. With one prompt a step, rank 1 has nothing to do."""
     recipe, changes = METHODS[name]
     changes = changes | {"reference.path": str(folder / "other")}
     folders = ["model", "critic"] if recipe == "ppo" else ["model"]
     whole = make(recipe, "whole", **changes, **{"train.micro_batch_tokens": 1000})
     expected = run_and_watch(whole)
     for ranks, tokens in ((2, 1000), (1, 12), (2, 12)):
-        tree = make(recipe, f"{ranks}_{tokens}", **changes, **{"train.micro_batch_tokens": tokens})
+        attention = "packed" if tokens == 1000 else "sdpa"
+        cut = {"train.micro_batch_tokens": tokens, "engine.attn_implementation": attention}
+        tree = make(recipe, f"{ranks}_{tokens}", **changes, **cut)
         if ranks == 1:
             found = [run_and_watch(tree)]
         else:

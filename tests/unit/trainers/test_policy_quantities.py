@@ -5,6 +5,7 @@ The responses are scripted: with and without an end, an end alone, an empty one,
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -83,9 +84,11 @@ class Loops:
                     x.reference = [float(v) for v in x.taken(x.log_rows(reference, self.temperature))]
                 if self.critic is not None:
                     x.value = [float(v) for v in x.values_of(self.critic)]
+        self.metrics = {"reward_kl_beta": config.reward_kl.beta}
         self._correct_mismatch()
         self._shape()
         self._advantages()
+        self._measure()
 
     def counted(self) -> list[Response]:
         return [x for x in self.responses if not (self.config.shaping.mask_truncated and x.was_cut)]
@@ -178,6 +181,31 @@ class Loops:
         for x in self.counted():
             x.advantage = [(a - mean) / deviation for a in x.advantage]
 
+    def _measure(self) -> None:
+        """What is reported of the responses: every one of them, the masked too, but for the critic's."""
+        rewards = [score(x.rollout.text, x.rollout.prompt) for x in self.responses]
+        self.metrics |= {"reward_mean": mean_of(rewards), "reward_std": math.sqrt(variance_of(rewards))}
+        k1, k3 = [], []
+        for x in self.responses:
+            assert x.reference is not None
+            k1.append([a - b for a, b in zip(x.old, x.reference, strict=True)])
+            k3.append([math.exp(-d) - 1 + d for d in k1[-1]])
+        self.metrics |= {
+            "kl_per_response": mean_of([sum(row) for row in k1]),
+            "kl_reference": mean_of([k for row in k3 for k in row]),
+            "kl_first_token": mean_of([row[0] for row in k3 if row]),
+        }
+        for i in range(4):
+            quarter = [k for row in k3 for t, k in enumerate(row) if i <= 4 * t / len(row) < i + 1]
+            self.metrics[f"kl_quarter_{i + 1}"] = mean_of(quarter)
+        if self.critic is None:
+            agreed = [all(abs(a) < 1e-12 for a in x.advantage) for x in self.responses]
+            self.metrics["no_signal"] = sum(agreed) / len(agreed)
+        else:
+            pairs = [(v, r) for x in self.counted() for v, r in zip(x.value or (), x.returns or ())]
+            left = variance_of([r - v for v, r in pairs]) / variance_of([r for _, r in pairs])
+            self.metrics["explained_variance"] = 1 - left
+
     # -- updates
 
     def update(self) -> tuple[float, dict[tuple[int, ...], list[tuple[float, float]]]]:
@@ -237,6 +265,14 @@ class Loops:
                 total = total + error / 2 / num_tokens
         descend(self.critic, total, config.critic.optimizer.lr)
         return total.item()
+
+
+def mean_of(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def variance_of(values: Sequence[float]) -> float:
+    return sum((v - mean_of(values)) ** 2 for v in values) / len(values)
 
 
 def descend(model: Any, loss: Tensor, lr: float) -> None:
@@ -320,6 +356,7 @@ def test_a_step_is_that_of_the_loops(folder, tmp_path, name, attention):
         }
     for call in found.of(scalar=True):
         assert call["means"]["loss"] == pytest.approx(loops.update_critic(), rel=1e-5)
+    assert {n: records[1][n] for n in loops.metrics} == pytest.approx(loops.metrics, rel=1e-5, abs=1e-5)
     left = parts(tree, "model", *(["critic"] if loops.critic is not None else []))
     assert_weights(left["model"], loops.policy)
     if loops.critic is not None:
@@ -335,3 +372,28 @@ def assert_weights(found: dict[str, Tensor], expected: Any) -> None:
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), wanted[name].detach(), rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_the_score_stands_at_the_policy_s_last_token_and_nowhere_else(folder, tmp_path):
+    """With gamma and lambda of 1, no KL, a critic of zeros and no whitening, a token's reward is the difference of its advantage
+    and the next one's. The penalty is for those that were cut only."""
+    changes = {"reward_kl.beta": 0.0, "advantages": {"lam": 1.0, "whiten": False}, "shaping.missing_eos_penalty": 10.0}
+    tree = policy_settings("ppo", folder, output_dir=str(tmp_path / "run"), **changes)
+    with scripted(folder / "student"), recording() as found:
+        run(tree)
+    scores = [score(r.text, r.prompt) for r in found.rollouts[0]]
+    rewards = []
+    for advantages in found.fields[0]["advantages"]:
+        row = [*advantages.tolist(), 0.0]
+        rewards.append([a - b for a, b in itertools.pairwise(row)])
+    assert rewards == [
+        [0, 0, 0, scores[0]],  # an end
+        [0, 0, 0, 0, scores[1] - 10],  # none
+        [scores[2]],  # an end at once
+        [],
+        [0, 0, 0, scores[4]],  # an environment's tokens after the second
+        [0, 0, scores[5] - 10],  # and after the first
+    ]
+    (call,) = found.of(scalar=False)
+    counts = zip((r.ids for r in found.rollouts[0]), (4, 5, 1, 0, 4, 3), strict=True)
+    assert {ids: len(row["ratio"]) for ids, row in call["tokens"].items()} == {ids: n for ids, n in counts if n}
