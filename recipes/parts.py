@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes import launch
-from recipes.data import make_all
+from recipes.data import make, make_all
 from recipes.settings import SettingsError, load_settings
 from trainers.config import FrozenTeacher, RewardModelRef, RunConfig
 
@@ -62,6 +62,8 @@ def with_paths(config: RunConfig) -> RunConfig:
     """The config with made data and trained models as paths; the data is made if missing."""
     out = Path(config.output_dir)
     update: dict[str, Any] = {"data": make_all(config.data, out / "data")}
+    if (ptx := getattr(config, "ptx", None)) is not None:
+        update["ptx"] = ptx.model_copy(update={"data": make(ptx.data, out / "data")})
     if config.model.recipe is not None:
         update["model"] = config.model.model_copy(update={"path": str(out / "start" / "model"), "recipe": None})
     teacher = getattr(config, "teacher", None)

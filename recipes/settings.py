@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from trainers.config import CONFIGS, FrozenTeacher, RunConfig
+from trainers.config import CONFIGS, FrozenTeacher, PolicyConfig, RewardModelRef, RunConfig
 
 RECIPES = Path(__file__).parent  # recipes shipped with the package resolve by name from here
 
@@ -190,6 +190,11 @@ def _fill(config: RunConfig, folder: Path) -> RunConfig:
     teacher = getattr(config, "teacher", None)
     if isinstance(teacher, FrozenTeacher):
         update["teacher"] = located(teacher, "path")
+    for name, keys in (("reference", ("path",)), ("critic", ("path",)), ("ptx", ("data",))):
+        if (section := getattr(config, name, None)) is not None:
+            update[name] = located(section, *keys)
+    if isinstance(config, PolicyConfig):
+        update["rewards"] = tuple(located(r, "model") if isinstance(r, RewardModelRef) else r for r in config.rewards)
     return config.model_copy(update=update)
 
 
@@ -215,29 +220,34 @@ def _walk(cls: type[BaseModel], loc: Sequence[str | int]) -> tuple[list[str | in
     choices: list[type[BaseModel]] = [cls]
     owner: type[BaseModel] | None = cls
     for part in loc:
+        if isinstance(part, int):
+            keys.append(part)
+            continue  # a place in a list: its items have the classes that were found with the list
         if len(choices) > 1 and part not in {name for c in choices for name in c.model_fields}:
             choices = [c for c in choices if _tag(c) == part] or choices
             continue  # the tag of a union member, not a key
-        owner = choices[0] if choices else None
         keys.append(part)
+        owner = choices[0] if choices else None
         fields = [c.model_fields[part] for c in choices if part in c.model_fields]
-        choices = [m for field in fields for m in _models(field.annotation)]
-        if not fields and not isinstance(part, int):
+        choices = [m for field in fields for m in _models(field.annotation, items=True)]
+        if not fields:
             break  # an unknown key, or a scalar union's branch
     return keys, owner
 
 
-def _tag(cls: type[BaseModel]) -> str | None:
+def _tag(cls: type[BaseModel]) -> str:
+    """Of a class in a union: its `kind`, or its name."""
     kind = cls.model_fields.get("kind")
-    return typing.get_args(kind.annotation)[0] if kind else None
+    return typing.get_args(kind.annotation)[0] if kind else cls.__name__
 
 
-def _models(annotation: Any) -> list[type[BaseModel]]:
-    """The model classes inside an annotation."""
+def _models(annotation: Any, *, items: bool = False) -> list[type[BaseModel]]:
+    """The model classes inside an annotation; with `items` those of a tuple's items too."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType, typing.Annotated):
-        return [m for part in typing.get_args(annotation) for m in _models(part)]
+    inside = (typing.Union, types.UnionType, typing.Annotated, *((tuple,) if items else ()))
+    if typing.get_origin(annotation) in inside:
+        return [m for part in typing.get_args(annotation) for m in _models(part, items=items)]
     return []
 
 

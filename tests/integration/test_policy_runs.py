@@ -381,7 +381,7 @@ def test_dynamic_sampling_makes_do_with_nothing(make, folder):
         ("ppo", {"reward_kl": {"beta": 0.1, "target": 1.0, "horizon": 1}}, "horizon=1 with 6 responses.*a fifth of them"),
         ("ppo", {"loss.clip": 0.2}, "loss.clip\n"),
         ("grpo", {"critic": {}}, "critic\n"),
-        ("ppo", {"rewards": []}, "rewards"),
+        ("ppo", {"rewards": []}, "rewards is empty"),
         ("ppo", {"rollout.given_fraction": 0.5}, "needs tokens drawn from the policy"),
         ("ppo", {"critic.warmup_steps": 1}, "warmup_steps=1 with max_steps=1: the policy would never learn"),
         ("ppo", {"mismatch.correct": "mask", "updates.old_logprobs": "rollout"}, "would find no difference"),

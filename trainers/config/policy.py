@@ -79,13 +79,15 @@ class RewardModelRef(Strict):
         return self
 
 
-def _reward_kind(reward: Any) -> str:
-    given = reward if isinstance(reward, dict) else reward.model_fields_set
-    return "model" if "model" in given or "recipe" in given else "name"
+def _reward_class(reward: Any) -> str:
+    if not isinstance(reward, dict):
+        return type(reward).__name__
+    return "RewardModelRef" if "model" in reward or "recipe" in reward else "RewardConfig"
 
 
+# Tags that are no keys, so that they can be told apart in the path of an error
 RewardComponent = Annotated[
-    Annotated[RewardConfig, Tag("name")] | Annotated[RewardModelRef, Tag("model")], Discriminator(_reward_kind)
+    Annotated[RewardConfig, Tag("RewardConfig")] | Annotated[RewardModelRef, Tag("RewardModelRef")], Discriminator(_reward_class)
 ]
 
 

@@ -82,7 +82,7 @@ class PolicyConfig(RunConfig):
     """What the recipes of policy optimisation share."""
 
     rollout: RolloutSection = RolloutSection()
-    rewards: tuple[RewardComponent, ...] = Field(strict=False, min_length=1)
+    rewards: tuple[RewardComponent, ...] = Field(strict=False)
     shaping: RewardShaping = RewardShaping()
     reference: Reference | None = Field(Reference(), description="null: none, where no KL to it is asked for")
     reward_kl: RewardKL = RewardKL()
@@ -97,6 +97,8 @@ class PolicyConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> PolicyConfig:
+        if not self.rewards:
+            raise ValueError("rewards is empty; allowed: one component or more, each with `name`, `model` or `recipe`")
         if self.rollout.given_fraction > 0:
             raise ValueError("rollout.given_fraction: a policy gradient needs tokens drawn from the policy; set it to 0")
         wants_reference = self.reward_kl.beta > 0 or self.reward_kl.target is not None or self.loss.kl > 0

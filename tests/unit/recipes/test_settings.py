@@ -80,6 +80,25 @@ def test_every_problem_gets_a_line_with_its_path_and_the_nearest_known_key(write
     assert "log=5" in text
 
 
+REWARDED = "recipe: ppo\nmodel: {path: student}\ndata: {train: rows.jsonl}\n"
+
+
+def test_problems_of_a_list_s_items_have_their_place_and_their_own_keys(write):
+    rewards = "[{name: exact_match, weigth: 2}, {modl: z}, {model: z, recipe: r}, {model: z, ofload: true}]"
+    lines = refused(write(REWARDED + f"rewards: {rewards}\ncritic: {{optimizer: {{lrr: 1}}}}\nreference: {{pth: a}}"))
+    assert [line.removeprefix("r.yaml: ") for line in lines] == [
+        "rewards.0.weigth: unknown key; the nearest known one is rewards.0.weight",
+        "rewards.1.name: missing, and it has no default",
+        "rewards.1.modl: unknown key; the nearest known one is model",
+        "rewards.2: give exactly one of model (a HF folder or hub name) and recipe (which trains it)",
+        "rewards.3.ofload: unknown key; the nearest known one is rewards.3.offload",
+        "reference.pth: unknown key; the nearest known one is reference.path",
+        "critic.optimizer.lrr: unknown key; the nearest known one is critic.optimizer.lr",
+    ]
+    assert refused(write(REWARDED + "rewards: []"))[0].endswith("rewards is empty; allowed: one component or more, each with "
+                                                               "`name`, `model` or `recipe`")  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "override",
     ["max_steps='1'", "max_steps=true", "seed=true", "seed=1.5", "engine.dropout=yes_please", "engine.dropout=1",
@@ -143,6 +162,19 @@ def test_relative_paths_are_taken_from_the_working_directory_then_from_the_recip
     assert (config.data.train, config.teacher.recipe, config.model.path) == ("mine/rows.jsonl", "mine/t.yaml", "student")
     write("{}", "rows.jsonl")
     assert load_settings(name).data.train == "rows.jsonl"
+
+
+def test_so_are_those_of_policy_optimisation(write):
+    sections = "rewards: [{model: judge}, {recipe: r.yaml}, {name: exact_match}]\nreference: {path: base}\n"
+    name = write(REWARDED + sections + "critic: {path: judge}\nptx: {data: texts.jsonl}", "mine/p.yaml")
+    write(MINIMAL, "mine/r.yaml")
+    for file in ("judge/config.json", "base/config.json", "texts.jsonl"):
+        write("{}", f"mine/{file}")
+    config = load_settings(name)
+    assert (config.reference.path, config.critic.path, config.ptx.data) == ("mine/base", "mine/judge", "mine/texts.jsonl")
+    assert (config.rewards[0].model, config.rewards[1].recipe) == ("mine/judge", "mine/r.yaml")
+    write("{}", "judge/config.json")
+    assert (load_settings(name).critic.path, load_settings(name).rewards[0].model) == ("judge", "judge")
 
 
 def test_a_missing_recipe_names_the_nearest_shipped_one():
