@@ -23,7 +23,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hybrid import rng
 from hybrid.engine import HybridEngine
 from hybrid.exchange import hand_over
 from hybrid.models import build_on_meta
@@ -56,22 +55,18 @@ class HFGenerator:
         work = [len(prompt) + sampling.num_samples * sampling.max_new_tokens for prompt in prompts]
         mine = deal(work, mesh.world_size)[mesh.rank]
         found: dict[int, list[Completion]] = {}
-        generators = rng.capture()
+        module = self._copy()
+        error: Exception | None = None
         try:
-            module = self._copy()
-            error: Exception | None = None
-            try:
-                for i in mine:
-                    if (refused := answers.without_generating(i, prompts[i])) is not None:
-                        found[i] = refused
-                for batch in self._batches({i: prompts[i] for i in mine if i not in found}, sampling.num_samples):
-                    for completion in _generate(module, batch, keys, answers, self._num_drawable):
-                        found.setdefault(completion.request_id, []).append(completion)
-            except Exception as caught:  # whatever it is: the other ranks must hear of it
-                error = caught
-            raise_on_all(error)
-        finally:
-            rng.restore(generators)
+            for i in mine:
+                if (refused := answers.without_generating(i, prompts[i])) is not None:
+                    found[i] = refused
+            for batch in self._batches({i: prompts[i] for i in mine if i not in found}, sampling.num_samples):
+                for completion in _generate(module, batch, keys, answers, self._num_drawable):
+                    found.setdefault(completion.request_id, []).append(completion)
+        except Exception as caught:  # whatever it is: the other ranks must hear of it
+            error = caught
+        raise_on_all(error)
         found = {i: found[i] for i in mine}
         return found if mesh.world_size == 1 else hand_over(mesh, found, prompts)
 

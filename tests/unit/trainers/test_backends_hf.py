@@ -24,9 +24,9 @@ GREEDY = SamplingParams(max_new_tokens=16, temperature=0.0)
 
 
 def open_both(path: Path, family: str = "qwen3", **config: object) -> tuple[HybridEngine, ClosableGenerator]:
-    """The generation config on disk would make sampling greedy."""
+    """The generation config on disk would make sampling greedy; llama's head is tied."""
     if not (path / "config.json").is_file():
-        save_tiny(path, family)
+        save_tiny(path, family, tie_word_embeddings=family == "llama")
         (path / "generation_config.json").write_text(json.dumps({"top_k": 1, "temperature": 0.01, "eos_token_id": [1, 5]}))
     engine = make_engine(str(path), **config)
     return engine, open_generator(BackendConfig(backend="hf"), engine)
