@@ -51,7 +51,8 @@ class RewardConfig(Strict):
         if kind == "length":
             if self.max_tokens is None or self.buffer is None:
                 raise ValueError(
-                    "reward length needs max_tokens, from where on it is -1, and buffer, over how many it falls from 0"
+                    "reward length needs max_tokens (a response that long is worth -1) and buffer (the tokens before, over which "
+                    "the value falls from 0)"
                 )
             if self.buffer > self.max_tokens:
                 raise ValueError(f"reward length: buffer={self.buffer}; allowed: 1 to max_tokens={self.max_tokens}")

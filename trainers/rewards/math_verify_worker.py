@@ -47,7 +47,7 @@ def main(seconds: int) -> None:
 def limit_processor_time(seconds: int) -> None:
     """The parent kills who takes too long. Where it is gone, the system does."""
     used = resource.getrusage(resource.RUSAGE_SELF)
-    soft = int(used.ru_utime + used.ru_stime) + seconds + 5
+    soft = int(used.ru_utime + used.ru_stime) + seconds + 1
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
 

@@ -44,6 +44,7 @@ def test_statistics_of_a_step():
     assert found == pytest.approx(
         {
             "response_length_min": 2, "response_length_mean": 4, "response_length_max": 6, "truncated": 1 / 3, "sampled": 10 / 12,
+            "generated_tokens": 10, "repetition": 0,
             "rollout_logprob": -1.0, "rollout_logprob_raw": -2.0,
         }
     )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
+import signal
 
 import pytest
 from reward_cases import rollout
@@ -43,6 +45,8 @@ def rewards():
         (r"\boxed{", "3", 0.0),
         (r"\boxed{\frac{1}{0}}", "3", 0.0),
         ("lone \ud800 surrogate, 3", "3", 1.0),
+        ("the square root of 2: $\\sqrt{2}$", "it is more than 3/4\n#### \\sqrt{2}", 1.0),
+        ("1/2", r"We get $x=1$ and so $\frac{1}{2}$", 1.0),
         ("it is\n72\n", "48/2 = <<48/2=24>>24, 48 + 24 = 72\n#### 72", 1.0),
     ],
 )
@@ -92,6 +96,17 @@ def test_it_ends_when_its_input_does(rewards):
     component._process.stdin.close()
     assert component._process.wait(timeout=60) == 0
     component._end()
+
+
+@needs_package
+def test_it_ends_by_itself_when_nobody_is_there_to_give_it_up():
+    """The trainer was killed in the middle of a call."""
+    rewards = Rewards([RewardConfig(name="math_verify", timeout_s=1.0)])
+    (component,) = rewards._components
+    process = component._start()
+    process.stdin.write(json.dumps({"answer": "3", "completion": r"\boxed{9^{9^{9}}}"}) + "\n")
+    process.stdin.close()
+    assert process.wait(timeout=200) == -signal.SIGXCPU
 
 
 @needs_package
