@@ -28,8 +28,9 @@ def healthy(folder: Path) -> Path:
     lines = Path(write_sums(folder / "sums.jsonl", count=12)).read_text().splitlines()
     (folder / "sums.jsonl").write_text("\n".join(lines[:10]))
     (folder / "held_out.jsonl").write_text("\n".join(lines[10:]))
-    rows = [json.loads(line) for line in lines]
-    write_rows(folder / "pairs.jsonl", ({**row, "chosen": row["response"], "rejected": "?"} for row in rows))
+    pairs = [{**json.loads(line), "chosen": json.loads(line)["response"], "rejected": "?"} for line in lines]
+    write_rows(folder / "pairs.jsonl", pairs[:10])
+    write_rows(folder / "held_out_pairs.jsonl", pairs[10:])
     return folder
 
 
@@ -48,7 +49,7 @@ def tree(recipe: str, folder: Path, **changes: Any) -> dict[str, Any]:
     if recipe in ("ppo", "grpo"):
         common |= {"rollout": SAMPLED, "rewards": [{"name": "exact_match"}, {"model": str(folder / "judge")}]}
     if recipe == "reward":
-        common = {"data.train": str(folder / "pairs.jsonl")}
+        common = {"data.train": str(folder / "pairs.jsonl"), "data.eval": str(folder / "held_out_pairs.jsonl")}
     return settings(recipe, folder, **copy.deepcopy(common | changes))
 
 

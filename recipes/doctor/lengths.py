@@ -62,9 +62,9 @@ def lengths(case: Case) -> Iterator[Finding]:
         for name in (n for n in room if n != "policy"):
             as_read = partial(require_room, privileged=name == "teacher", reader=name, max_new_tokens=new, given=given)
             checks.append((name, partial(as_read, prompts, room[name])))
-    if config.data.eval is not None and not isinstance(config, RewardRecipe):
-        held_out = case.held_out
-        assert held_out is not None
+    if (held_out := case.held_out) is not None and isinstance(config, RewardRecipe):
+        checks.append(("evaluation", lambda: check_pairs(held_out.prompts, room["policy"])))
+    elif held_out is not None:
         most = config.eval.max_new_tokens
         checks.append(("evaluation", lambda: require_room(held_out.prompts, room["policy"], max_new_tokens=most)))
     yield from _missing(case)

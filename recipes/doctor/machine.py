@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from hybrid.config import HybridConfig
@@ -22,6 +24,13 @@ def room(case: Case) -> tuple[int | None, str]:
         return 0, f"{ranks} ranks need {ranks} GPUs and {number} are here"
     free = min(free_bytes(torch.device("cuda", i)) for i in range(ranks))
     return free, f"{amount(free)} free on each GPU"
+
+
+def total_bytes(engine: HybridConfig) -> int | None:
+    """All memory of a GPU, or of the machine where ranks run on it; None: not known here."""
+    if not on_cuda(engine):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.cuda.mem_get_info(0)[1] if torch.cuda.is_available() else None
 
 
 def on_cuda(engine: HybridConfig) -> bool:

@@ -12,9 +12,9 @@ from hybrid.checkpoint import SHARD_FILE_BYTES
 from inference_v2.runner import LOGIT_BYTES as SAMPLED_LOGIT_BYTES
 from recipes.doctor import memory
 from recipes.doctor.case import Case, Role
-from recipes.doctor.machine import on_cuda, room
+from recipes.doctor.machine import on_cuda, room, total_bytes
 from recipes.doctor.memory import ModelShape
-from trainers.config import OPSDConfig, PolicyConfig, PPOConfig, RewardRecipe, SelfTeacher
+from trainers.config import OPSDConfig, PolicyConfig, PPOConfig, RewardModelRef, RewardRecipe, SelfTeacher
 
 PROCESS_BYTES = 500_000_000  # of Python and its libraries; on a GPU, of the CUDA context
 Parts = dict[str, int]
@@ -83,7 +83,15 @@ class Plan:
             parts["average of the policy shards"] = memory.shard_bytes(self.policy.parameters, self.shards, 4)
         for role in self.frozen:
             parts |= self._frozen(role)[0]
-        return parts
+        return parts | self._vllm()
+
+    def _vllm(self) -> Parts:
+        """vLLM is in a process of its own, one for all ranks, and stays up: its share of the whole memory."""
+        rollout, total = getattr(self.config, "rollout", None), total_bytes(self.engine)
+        if rollout is None or rollout.vllm is None or total is None:
+            return {}
+        share = rollout.vllm.gpu_memory_utilization * total
+        return {"vLLM": int(share if self.cuda else share / self.case.nproc)}
 
     def _trained(self, name: str, shape: ModelShape, optimizer: Any) -> Parts:
         return {
@@ -127,7 +135,7 @@ class Plan:
     def _section(self, role: Role) -> Any:
         """Where the recipe speaks of the model."""
         if role.name.startswith("reward"):
-            refs = [c for c in getattr(self.config, "rewards", ()) if not hasattr(c, "kind")]
+            refs = [c for c in getattr(self.config, "rewards", ()) if isinstance(c, RewardModelRef)]
             return refs[[r.name for r in self.case.roles if r.name.startswith("reward")].index(role.name)]
         return getattr(self.config, role.name)
 
@@ -158,7 +166,7 @@ class Plan:
                 "forward": self._forward(engine.max_running),
             }
         if rollout is not None and rollout.backend == "vllm":
-            return {}  # in a process of its own, within vllm.gpu_memory_utilization
+            return {}
         outside = memory.sizes(self.policy.of(lambda p: p.layer == memory.OUTSIDE))
         entry = max(outside, memory.sizes(self.policy.largest_layer)) * self.compute
         return self.policy_copy | {
@@ -229,6 +237,10 @@ class Plan:
             f"{name} activations": activations,
             f"{name} logits": memory.logit_bytes(shape.num_rows, engine.loss_chunk_tokens, tokens, self._logit_tensors(name)),
         }
+        role = self.case.role("teacher")
+        if name == "policy" and role is not None and "teacher copy" not in self.held:
+            teacher = self.case.shape(role)
+            parts["teacher's head"] = teacher.num_rows * teacher.spec.hidden_size * self.compute
         return parts | (self.hidden_states if name == "policy" else {})
 
     def _logit_tensors(self, name: str) -> int:

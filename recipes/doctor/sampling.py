@@ -9,7 +9,7 @@ from typing import Any
 from recipes.doctor.case import Case
 from recipes.doctor.finding import Finding
 from trainers.backends.config import check_sampling
-from trainers.config import OPSDConfig, PolicyConfig, SamplingConfig
+from trainers.config import OPSDConfig, PolicyConfig, RewardRecipe, SamplingConfig
 
 # Fields of a generation_config that change which tokens transformers' `generate` draws, and their neutral values.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -108,6 +108,9 @@ def evaluation(case: Case) -> Iterator[Finding]:
         return
     held_out = case.held_out
     assert held_out is not None
+    if isinstance(config, RewardRecipe):
+        yield Finding("evaluation", f"{len(held_out)} held-out pairs are ranked")
+        return
     limit, reward = config.eval.max_new_tokens, config.eval.reward
     found = f"{len(held_out)} held-out prompts, greedy (temperature 0), up to {limit} tokens, scored by {reward}"
     rollout = getattr(config, "rollout", None)

@@ -9,7 +9,7 @@ from hybrid.config import OptimizerConfig
 from hybrid.optim import lr_factor
 from recipes.doctor.case import Case
 from recipes.doctor.finding import Finding
-from trainers.config import GRPOConfig, OPSDConfig, PolicyConfig, PPOConfig, RunConfig
+from trainers.config import GRPOConfig, OPSDConfig, PolicyConfig, PPOConfig, RewardRecipe, RunConfig
 
 UNEQUAL = 1.1  # largest of a step's mini-batches by the smallest, from where on it is warned of
 
@@ -19,12 +19,12 @@ def shares(case: Case) -> Iterator[Finding]:
     config, ranks, rows = case.config, case.nproc, len(case.prompts)
     rollout = getattr(config, "rollout", None)
     prompts = config.train.batch_size if rollout is None else rollout.prompts_per_step
-    samples = 1 if rollout is None else rollout.samples_per_prompt
+    samples = 2 if isinstance(config, RewardRecipe) else 1 if rollout is None else rollout.samples_per_prompt
     key = "train.batch_size" if rollout is None else "rollout.prompts_per_step"
     minibatches = config.updates.minibatches if isinstance(config, PolicyConfig) else 1
-    total = prompts * samples
+    kind, total = "of a pair" if isinstance(config, RewardRecipe) else "samples", prompts * samples
     found = (
-        f"{prompts} prompts ({key}) x {samples} samples = {total} responses a step; mini-batches: {minibatches}, of "
+        f"{prompts} prompts ({key}) x {samples} {kind} = {total} responses a step; mini-batches: {minibatches}, of "
         f"{total / minibatches:g} responses, {total / minibatches / ranks:g} on each rank of {ranks}"
     )
     all_read = case.prompts.num_rows != case.max_rows

@@ -103,7 +103,8 @@ def test_held_out_prompts_that_are_trained_on(folder):
         ("opsd", {"engine.rollout.engine.max_model_len": 9}, "policy: data: row 7 has 5 prompt tokens, its response up to 5"),
         ("opsd", {"engine.rollout.engine.max_model_len": 15}, "teacher: data: row 7 has 15 privileged prompt tokens"),
         ("sft", {"engine.rollout.engine.max_model_len": 7}, "policy: data: row 7 has 5 prompt tokens, its response up to 3"),
-        ("reward", {"engine.rollout.engine.max_model_len": 7}, "policy: data: row 11 has 6 prompt tokens"),
+        ("reward", {"engine.rollout.engine.max_model_len": 7}, "policy: data: row 7 has 5 prompt tokens"),
+        ("reward", {"engine.rollout.engine.max_model_len": 8}, "evaluation: data: row 1 has 6 prompt tokens"),
         ("sft", {"eval.max_new_tokens": 60}, "evaluation: data: row"),
     ],
 )
