@@ -76,7 +76,7 @@ def train(
     start = starting_model(config, run_dir, resumed=checkpoint is not None)
     with ExitStack() as stack:
         engine = stack.enter_context(closing(open_engine(config, start)))
-        run = stack.enter_context(closing(Run(config, engine, start, run_dir, checkpoint)))
+        run = Run(config, engine, start, run_dir, checkpoint, opened=stack)
         return run.to_the_end(stop or (lambda: False), on_step or (lambda step, metrics: None))
 
 
@@ -129,35 +129,35 @@ def _result(run_dir: Path, step: int, evaluations: dict[str, dict[str, float]], 
 class Run:
     """One process's part of one run."""
 
-    def __init__(self, config: RunConfig, engine: HybridEngine, start: str, run_dir: Path, checkpoint: Path | None) -> None:
+    def __init__(
+        self, config: RunConfig, engine: HybridEngine, start: str, run_dir: Path, checkpoint: Path | None, *, opened: ExitStack
+    ) -> None:
+        """`opened` closes what is opened here, also where something later is refused."""
         self.config, self.engine, self.run_dir = config, engine, run_dir
         self.mesh: Mesh = engine.mesh
         if engine.tokenizer is None:
             raise ValueError(f"model {start} has no tokenizer, which training data needs; set model.tokenizer")
         data = self._load_data(held_out=False)
-        self.algorithm = open_algorithm(config, engine, start)
+        self.algorithm = opened.enter_context(closing(open_algorithm(config, engine, start)))
         self.algorithm.check(data.prompts)
         self.evaluator = None
         if config.data.eval is not None:
-            self.evaluator = self.algorithm.open_evaluator(self._load_data(held_out=True).prompts)
+            held_out = self._load_data(held_out=True)
+            self.evaluator = opened.enter_context(closing(self.algorithm.open_evaluator(held_out.prompts)))
         rng.seed_all(config.seed, engine.rank)
         state = self._load(checkpoint) if checkpoint else {}
         self.step: int = state.get("step", 0)
         self.evaluations: dict[str, dict[str, float]] = state.get("evaluations", {})  # "before", "last"
         position = DataPosition(**state["data"]) if state else DataPosition()
         self.stream = PromptStream(data.prompts, seed=config.seed, shuffle=config.data.shuffle, position=position)
-        self.monitor = Monitor(
-            run_dir, config.log, rank=engine.rank, total_steps=config.max_steps, settings=config.model_dump(mode="json")
-        )
+        settings = config.model_dump(mode="json")
+        monitor = Monitor(run_dir, config.log, rank=engine.rank, total_steps=config.max_steps, settings=settings)
+        self.monitor = opened.enter_context(closing(monitor))
         self.monitor.truncate(self.step if state else -1)
         self.certified = False
         self.alarms = Alarms()
         if checkpoint and engine.rank == 0:
             logger.info("going on from %s, after step %d", checkpoint, self.step)
-
-    def close(self) -> None:
-        self.monitor.close()
-        self.algorithm.close()
 
     def to_the_end(self, stop: Callable[[], bool], on_step: Callable[[int, dict[str, Any]], None]) -> TrainResult:
         stopped = False

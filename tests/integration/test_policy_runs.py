@@ -20,6 +20,7 @@ from trainers.critic import CriticModel
 from trainers.data.order import PromptStream
 from trainers.data.prompts import load_prompts
 from trainers.new_model import character_tokenizer
+from trainers.rewards import Rewards
 
 
 @pytest.fixture(scope="module")
@@ -418,3 +419,15 @@ def test_data_and_models_that_cannot_work_are_refused_at_the_start(make, folder,
     for number, (changes, expected) in enumerate(cases):
         with pytest.raises(ValueError, match=expected):
             run(make("ppo", str(number), **changes))
+
+
+def test_what_a_run_opens_is_closed_also_where_it_is_refused(make, folder, monkeypatch):
+    closed, close = [], Rewards.close
+    monkeypatch.setattr(Rewards, "close", lambda self: (closed.append(self.names), close(self)))
+    held_out = {"data.eval": str(folder / "sums.jsonl"), "eval.max_new_tokens": 2}
+    run(make("grpo", **held_out))
+    assert closed == [("exact_match",), ("rl_cases:score",)]
+    closed.clear()
+    with pytest.raises(ValueError, match="no_such"):
+        run(make("grpo", "refused", **held_out, **{"eval.reward": "no_such"}))
+    assert closed == [("rl_cases:score",)]
