@@ -16,6 +16,7 @@ from trainer_cases import CHARACTERS, Killed, lines, run, settings, tiny_folder,
 from trainers import opsd
 from trainers.certificate import CertificateError
 from trainers.new_model import character_tokenizer
+from trainers.sampler import Sampler
 
 TEACHERS = {
     "frozen": {},
@@ -201,12 +202,13 @@ def test_a_loss_that_is_not_finite_stops_with_step_and_name(make, monkeypatch):
 
 def test_a_wrong_rollout_fails_the_certificate(make, monkeypatch):
     """Rollout log-probs that are off by 1e-3 stop the run before a weight changes, or warn by config."""
-    real = opsd.sample_rollouts
+    real = Sampler.draw
 
-    def shifted(*args):
-        return [replace(r, logprobs_raw=tuple(v - 1e-3 for v in r.logprobs_raw)) for r in real(*args)]
+    def shifted(self, prompts):
+        rollouts, metrics = real(self, prompts)
+        return [replace(r, logprobs_raw=tuple(v - 1e-3 for v in r.logprobs_raw)) for r in rollouts], metrics
 
-    monkeypatch.setattr(opsd, "sample_rollouts", shifted)
+    monkeypatch.setattr(Sampler, "draw", shifted)
     with pytest.raises(CertificateError, match=r"step 1: the parity certificate fails.*100.00% of tokens"):
         run(make("opsd"))
     _, records = run(make("opsd", "warned", **{"certificate.action": "warn"}))
@@ -216,13 +218,14 @@ def test_a_wrong_rollout_fails_the_certificate(make, monkeypatch):
 def test_a_certificate_that_failed_may_be_turned_into_a_warning_on_the_way(make, monkeypatch):
     """What the error proposes works: the run goes on from its checkpoint."""
     tree = make("opsd", **{"certificate.every": 3})
-    real = opsd.sample_rollouts
+    real = Sampler.draw
 
-    def colder_from_the_third_step(engine, *args):
-        prompts, sampling = args
-        return real(engine, prompts, replace(sampling, temperature=0.5) if engine.step_count >= 2 else sampling)
+    def colder_from_the_third_step(self, prompts):
+        if self.engine.step_count >= 2:
+            self.sampling = replace(self.sampling, temperature=0.5)
+        return real(self, prompts)
 
-    monkeypatch.setattr(opsd, "sample_rollouts", colder_from_the_third_step)
+    monkeypatch.setattr(Sampler, "draw", colder_from_the_third_step)
     with pytest.raises(CertificateError, match=r"step 3: .*set certificate.action=warn"):
         run(tree)
     assert [r["step"] for r in lines(tree, "metrics.jsonl")] == [1, 2]
