@@ -12,6 +12,7 @@ from hybrid.checkpoint import SHARD_FILE_BYTES
 from inference_v2.runner import LOGIT_BYTES as SAMPLED_LOGIT_BYTES
 from recipes.doctor import memory
 from recipes.doctor.case import Case, Role
+from recipes.doctor.finding import NotExamined
 from recipes.doctor.machine import on_cuda, room, total_bytes
 from recipes.doctor.memory import ModelShape
 from trainers.config import OPSDConfig, PolicyConfig, PPOConfig, RewardModelRef, RewardRecipe, SelfTeacher
@@ -269,9 +270,13 @@ class Plan:
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """Of the largest micro-batch: no sequence is cut, and a rank has no more than its share of a step."""
+        """Of the largest micro-batch: no sequence is cut, and a rank has no more than its share of a step. Where the data cannot
+        be read, what train.micro_batch_tokens allows."""
         config = self.config
-        prompts = self.case.prompts.prompts
+        try:
+            prompts = self.case.prompts.prompts
+        except NotExamined:
+            return config.train.micro_batch_tokens
         rollout = getattr(config, "rollout", None)
         given = max(max(len(p.response_ids or ()), len(p.rejected_ids or ())) for p in prompts)
         response = given if rollout is None else rollout.sampling.max_new_tokens

@@ -46,6 +46,7 @@ def test_data_that_cannot_be_read_is_said_once_and_noted_by_those_who_need_it(fo
     assert all("nothing.jsonl" in line for line in said if line.startswith("FAIL"))
     assert any(line.startswith("warn template: not examined: data.train cannot be read, see row `data`") for line in said)
     assert of(findings, "tokenizer")[0].level == "ok"
+    assert len(of(findings, "memory")) == 4  # of full micro-batches
 
 
 def test_a_model_that_cannot_be_opened_is_said_once_and_the_others_are_examined(folder, tmp_path):
