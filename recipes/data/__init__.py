@@ -20,6 +20,9 @@ Row = dict[str, Any]
 MAKERS: dict[str, Callable[[], Iterator[Row]]] = {
     "addition/train": addition.train,
     "addition/held_out": addition.held_out,
+    "addition/mostly_wrong": addition.mostly_wrong,
+    "addition/pairs_train": addition.pairs_train,
+    "addition/pairs_held_out": addition.pairs_held_out,
     "arithmetic/train": arithmetic.train,
     "arithmetic/held_out": arithmetic.held_out,
     "short_questions/train": short_questions.train,

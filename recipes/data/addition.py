@@ -13,6 +13,22 @@ def train() -> Iterator[dict[str, str]]:
     return map(_row, _pairs()[NUM_HELD_OUT:])
 
 
+def mostly_wrong() -> Iterator[dict[str, str]]:
+    """The training sums as in a text full of mistakes: seven answers of ten are one too high."""
+    rng = random.Random(1)
+    for a, b in _pairs()[NUM_HELD_OUT:]:
+        yield {"prompt": f"{a}+{b}=", "response": str(a + b + (rng.random() < 0.7))}
+
+
+def pairs_train() -> Iterator[dict[str, str]]:
+    """The right answer of each training sum, and a wrong one."""
+    return _with_wrong(_pairs()[NUM_HELD_OUT:], seed=2)
+
+
+def pairs_held_out() -> Iterator[dict[str, str]]:
+    return _with_wrong(_pairs()[:NUM_HELD_OUT], seed=3)
+
+
 def held_out() -> Iterator[dict[str, str]]:
     return map(_row, _pairs()[:NUM_HELD_OUT])
 
@@ -27,3 +43,10 @@ def _pairs() -> list[tuple[int, int]]:
 def _row(pair: tuple[int, int]) -> dict[str, str]:
     a, b = pair
     return {"prompt": f"{a}+{b}=", "response": str(a + b), "answer": str(a + b)}
+
+
+def _with_wrong(pairs: list[tuple[int, int]], seed: int) -> Iterator[dict[str, str]]:
+    rng = random.Random(seed)
+    for a, b in pairs:
+        wrong = a + b + rng.choice((-10, -2, -1, 1, 2, 10))
+        yield {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
