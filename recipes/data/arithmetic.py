@@ -1,5 +1,5 @@
-"""Questions with one number as their answer: sums and differences of numbers up to 30 and 9, in words and signs. No worked answers: a
-policy finds by itself what is rewarded."""
+"""Questions with one number as their answer: sums and differences of numbers up to 30 and 9, in words and signs. No worked
+answers: a policy finds by itself what is rewarded."""
 
 from __future__ import annotations
 
