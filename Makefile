@@ -6,7 +6,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 KEEP_TORCH ?=
 VENV ?= .venv
-EXTRAS := plot,tensorboard,smollm2,test,check
+EXTRAS := plot,tensorboard,lora,smollm2,test,check
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 ARGS ?=

@@ -15,7 +15,7 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -138,6 +138,7 @@ def load_checkpoint(
     ema: Mapping[str, Tensor] | None = None,
     others: Mapping[str, Trained] = MappingProxyType({}),
     state_keys: Collection[str] = (),
+    check_state: Callable[[dict[str, Any]], None] = lambda state: None,
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
@@ -145,7 +146,8 @@ def load_checkpoint(
 
     At the rank count of the save every generator is restored; at another, they are seeded from (seed, weight version, rank),
     which is said once. Raises ValueError, the same on every rank and before any tensor changes, for a folder that is not a
-    whole checkpoint, holds a pickle, whose state lacks one of `state_keys`, or whose names, shapes or dtypes do not fit.
+    whole checkpoint, holds a pickle, whose state lacks one of `state_keys` or is refused by `check_state` (with a ValueError), or
+    whose names, shapes or dtypes do not fit.
     """
     path = Path(path)
     if get_rank(group) == 0:
@@ -155,6 +157,7 @@ def load_checkpoint(
         header = read_header(path)
         if lacking := sorted(set(state_keys) - header["state"].keys()):
             raise ValueError(f"{path}: its state lacks {lacking}; it was saved by something else")
+        check_state(header["state"])
         saved = _saved_tensors(path, header)
         slots = {} if optimizer is None else optim_state.slots(optimizer, model, saved, header["scalars"], header["optimizer"])
         tensors = _named("model", model) | _named("optim", slots) | _named("ema", ema or {})

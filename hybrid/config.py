@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -74,6 +74,33 @@ class RolloutConfig(Strict):
     engine: EngineConfig = EngineConfig()
 
 
+class LoraConfig(Strict):
+    """Adapters on a frozen base (hybrid/lora.py). With `path`, its folder says all but dropout."""
+
+    r: int = Field(16, ge=1, description="rank")
+    alpha: int = Field(32, ge=1, description="the product counts alpha / r, with rslora alpha / sqrt(r)")
+    dropout: float = Field(0.0, ge=0, lt=1, description="of what goes into A; only where engine.dropout is on")
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(strict=False)] = Field(
+        "all-linear",
+        description="ends of module names (q_proj); all-linear: every linear layer of the decoder, not embeddings and head",
+    )
+    exclude: tuple[str, ...] = Field((), strict=False, description="ends of module names that are left out of target_modules")
+    rslora: bool = False
+    init: Literal["default", "gaussian"] = Field("default", description="of A: uniform within 1 / sqrt(in), or normal, std 1 / r")
+    seed: int = Field(0, ge=0, description="of A")
+    path: str | None = Field(None, description="a folder of peft's to start from")
+
+    @model_validator(mode="after")
+    def _check(self) -> LoraConfig:
+        if not self.target_modules:
+            raise ValueError("target_modules=[]; allowed: all-linear, or names of modules")
+        fixed = ("r", "alpha", "target_modules", "exclude", "rslora", "init")
+        given = [name for name in fixed if getattr(self, name) != LoraConfig.model_fields[name].default]
+        if self.path is not None and given:
+            raise ValueError(f"{given[0]} with path={self.path}, whose {given[0]} holds; allowed with path: dropout, seed")
+        return self
+
+
 class HybridConfig(Strict):
     zero_stage: int = Field(3, ge=0, le=3)
     master_dtype: Dtype = Field(
@@ -96,6 +123,9 @@ class HybridConfig(Strict):
     )
     loss_chunk_tokens: int | None = Field(
         None, ge=1, description="tokens per chunk of the loss head; None: as many as have 64 MiB of fp32 logits"
+    )
+    lora: LoraConfig | None = Field(
+        None, description="train low-rank adapters; the base is frozen, in compute_dtype, and not in checkpoints"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -141,7 +171,8 @@ def _problem(path: tuple[int | str, ...], kind: str, message: str) -> str:
         return f"{where}: {message.removeprefix('Value error, ')}" if where else message
     section: Any = HybridConfig
     for key in path[:-1]:
-        section = section.model_fields[key].annotation
+        annotation = section.model_fields[key].annotation
+        section = next((part for part in get_args(annotation) if part is not type(None)), annotation)  # of `X | None`
     known = list(section.model_fields)
     near = difflib.get_close_matches(str(path[-1]), known, 1)
     return f"{where} is unknown; " + (f"nearest: {near[0]}" if near else f"allowed: {', '.join(known)}")

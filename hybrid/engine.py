@@ -7,14 +7,14 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
-from hybrid import optim, sharding
+from hybrid import lora, optim, sharding
 from hybrid.batch import Batch, packed_batch
 from hybrid.checkpoint import Trained, load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
@@ -47,6 +47,7 @@ class HybridEngine:
         self.lr_scheduler = optim.Schedule(config.optimizer, self.optimizer)
         self.weight_version = 0
         self._generation = Generation(model)
+        self._base: Generation | None = None  # of the base below an adapter, when first asked for
 
     @classmethod
     def from_pretrained(
@@ -64,8 +65,8 @@ class HybridEngine:
         return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config), tokenizer=tokenizer, scalar=scalar))
 
     @classmethod
-    def from_module(cls, module: PreTrainedModel, config: Config = None, *, tokenizer: Any = None) -> HybridEngine:
-        """A HF module in memory, sharded in place; all ranks take rank 0's weights."""
+    def from_module(cls, module: nn.Module, config: Config = None, *, tokenizer: Any = None) -> HybridEngine:
+        """A HF module in memory, or a PeftModel (LoRA), sharded in place; all ranks take rank 0's weights."""
         config = resolve(config)
         return cls(ShardedModel.from_module(module, config, open_mesh(config), tokenizer=tokenizer))
 
@@ -127,10 +128,20 @@ class HybridEngine:
         logprobs: bool = True,
         hidden: bool = False,
         unchanged: bool = False,
+        adapter: bool = True,
     ) -> list[Scored]:
         """fp32 log-probs of each sequence's tokens from `starts` on (default 1), and with `hidden` the final hidden states that
         predict them, under the current weights: one packed prefill, what sequences begin with alike computed once
-        (InferenceEngine.score). Each rank has its own sequences, as many as it likes. `unchanged` as in `generating`."""
+        (InferenceEngine.score). Each rank has its own sequences, as many as it likes. `unchanged` as in `generating`.
+
+        adapter: False for the base model below an adapter, whose fused copy is another (rollout.on_leave says for how long) and
+        stays valid whatever is trained. Raises ValueError for that without an adapter.
+        """
+        if not adapter:
+            self._require_closed()
+            if self._base is None:
+                self._base = Generation(self.model, keep_pool=False, adapter=False)
+            return self._base.score(0, sequences, starts=starts, temperature=temperature, logprobs=logprobs, hidden=hidden)
         with self.generating(unchanged=unchanged) as runner:
             return runner.score(sequences, starts=starts, temperature=temperature, logprobs=logprobs, hidden=hidden)
 
@@ -161,9 +172,10 @@ class HybridEngine:
         if self._generation.is_open:
             raise RuntimeError("still inside `generating()`: leave it before you generate anew or change weights")
 
-    def score(self, batch: Batch, temperature: float = 1.0) -> Tensor:
-        """[N] fp32 log-probs of the counted targets under the current weights, without dropout or gradient."""
-        return self.model.token_logprobs(batch, temperature)
+    def score(self, batch: Batch, temperature: float = 1.0, *, adapter: bool = True) -> Tensor:
+        """[N] fp32 log-probs of the counted targets under the current weights, without dropout or gradient. adapter: False for
+        those of the base model below an adapter."""
+        return self.model.token_logprobs(batch, temperature, adapter=adapter)
 
     def equalise(self, batches: Sequence[Batch]) -> list[Batch]:
         """This rank's micro-batches with empty ones added, so that every rank has as many as the longest list."""
@@ -336,10 +348,10 @@ class HybridEngine:
         others: Mapping[str, HybridEngine] = MappingProxyType({}),
     ) -> None:
         """A sharded checkpoint of weights, optimizer, schedule, random states and `extra` (JSON); weights, optimizer and schedule
-        of `others` too, by name."""
+        of `others` too, by name. Of a model with an adapter, the base is not stored but named by a fingerprint."""
         save_checkpoint(
             path,
-            model=self.model.parameters(),
+            model=self.model.stored_parameters(),
             optimizer=self.optimizer,
             ema=ema,
             others={name: engine._trained() for name, engine in others.items()},
@@ -347,6 +359,7 @@ class HybridEngine:
                 "schedule": self.lr_scheduler.state_dict(),
                 "extra": dict(extra or {}),
                 "others": {name: engine.lr_scheduler.state_dict() for name, engine in others.items()},
+                "bases": self._bases(others),
             },
             weight_version=self.weight_version,
         )
@@ -360,15 +373,26 @@ class HybridEngine:
         seed: int = 0,
     ) -> dict[str, Any]:
         """Fill everything from a checkpoint, at any rank count; returns its `extra`. `seed` is used where the random states
-        cannot be restored (another rank count). Raises ValueError for what does not fit, before anything changes."""
+        cannot be restored (another rank count). Raises ValueError for what does not fit, and for adapters of another base model,
+        before anything changes."""
         self._require_closed()
+        bases = self._bases(others)
+
+        def check_bases(state: dict[str, Any]) -> None:
+            if differing := [name for name, base in bases.items() if state.get("bases", {}).get(name) != base]:
+                raise ValueError(
+                    f"{path}: its adapter was trained on another base model than the {differing[0]}'s here; use the model, "
+                    "compute_dtype and target_modules of that run"
+                )
+
         loaded = load_checkpoint(
             path,
-            model=self.model.parameters(),
+            model=self.model.stored_parameters(),
             optimizer=self.optimizer,
             ema=ema,
             others={name: engine._trained() for name, engine in others.items()},
             state_keys=("schedule", "extra"),
+            check_state=check_bases,
             seed=seed,
         )
         self.lr_scheduler.load_state_dict(loaded.state["schedule"])
@@ -379,44 +403,61 @@ class HybridEngine:
         return loaded.state["extra"]
 
     def _trained(self) -> Trained:
-        return Trained(self.model.parameters(), self.optimizer)
+        return Trained(self.model.stored_parameters(), self.optimizer)
+
+    def _bases(self, others: Mapping[str, HybridEngine]) -> dict[str, str]:
+        """Fingerprints of the models that are not stored themselves."""
+        found = {name: engine.model.base_fingerprint() for name, engine in {"policy": self, **others}.items()}
+        return {name: base for name, base in found.items() if base is not None}
 
     def save_pretrained(
         self, path: str | os.PathLike[str], dtype: str | None = None, *, weights: Mapping[str, Tensor] | None = None
     ) -> None:
         """A HF folder that the model's own auto class loads, in `dtype` (None: the compute dtype). What text never runs (a
-        vision tower) is copied from the source folder bit for bit. `weights`: these in place of the model's, an average say."""
+        vision tower) is copied from the source folder bit for bit. An adapter is merged: W + s B A, from fp32. `weights`: these
+        in place of the model's, an average of `effective_shards` say."""
         if dtype is not None and dtype not in EXPORT_DTYPES:
             raise ValueError(f"save_pretrained: dtype={dtype!r}; allowed: {', '.join(EXPORT_DTYPES)}")
         model = self.model
         towers = model.towers if model.files else ()
+        low_rank = model.adapter.low_rank if model.adapter else ()
+        tensors = model.parameters() if weights is None else weights
         copied = [name for name, _ in model.module.named_hf_parameters() if name.startswith(towers)] if towers else []
         save_pretrained(
             path,
-            ((name, p.detach()) for name, p in (weights or model.parameters()).items() if not name.startswith(towers)),
+            ((name, p.detach()) for name, p in tensors.items() if name not in low_rank and not name.startswith(towers)),
             model.hf_config,
             architecture=type(model.module.hf).__name__,
             tokenizer=model.tokenizer,
             source=model.path,
             copied=[(name, model.files.get(name)) for name in copied] if model.files else (),
             dtype=getattr(torch, dtype or self.config.compute_dtype),
+            value=model.adapter.effective if model.adapter and weights is None else None,
         )
+
+    def save_adapter(self, path: str | os.PathLike[str]) -> None:
+        """The adapter alone, as peft's folder, which PeftModel.from_pretrained(base model, path) and `lora.path` load. Raises
+        ValueError for a model without one and for a `path` that holds something else."""
+        model = self.model
+        lora.save_adapter(Path(path), model.require_adapter(), model.parameters(), base=model.path)
 
     def close(self) -> None:
         """Free the generator's memory. The process group stays: other engines may use it."""
         self._generation.close()
+        if self._base is not None:
+            self._base.close()
 
 
 def initialize(
-    model: str | os.PathLike[str] | PreTrainedModel,
+    model: str | os.PathLike[str] | nn.Module,
     config: Config = None,
     *,
     tokenizer: Any = None,
 ) -> tuple[HybridEngine, torch.optim.Optimizer, None, optim.Schedule]:
     """DeepSpeed's entry: (engine, optimizer, dataloader, lr_scheduler). `model` is a HF folder or hub name, with `tokenizer` the
-    folder of another one, or a HF module in memory, with its tokenizer object. `config` may be a JSON file of HybridConfig's
-    keys (not DeepSpeed's). There is no dataloader: batches are the caller's."""
-    if isinstance(model, PreTrainedModel):
+    folder of another one, or a HF module (or PeftModel) in memory, with its tokenizer object. `config` may be a JSON file of
+    HybridConfig's keys (not DeepSpeed's). There is no dataloader: batches are the caller's."""
+    if isinstance(model, nn.Module):
         engine = HybridEngine.from_module(model, config, tokenizer=tokenizer)
     else:
         engine = HybridEngine.from_pretrained(model, config, tokenizer=tokenizer)

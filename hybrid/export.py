@@ -48,6 +48,7 @@ def save_pretrained(
     source: str | os.PathLike[str] | None = None,
     copied: Iterable[tuple[str, Tensor]] = (),
     dtype: torch.dtype | None = None,
+    value: Callable[[str, Tensor], Tensor] | None = None,
     max_file_bytes: int = 5_000_000_000,
     group: dist.ProcessGroup | None = None,
 ) -> None:
@@ -59,6 +60,7 @@ def save_pretrained(
     source        the folder the model came from: generation_config.json, chat template, processor files are taken from it
     copied        more tensors, which keep their dtype: they go through bit for bit
     dtype         of floating-point `tensors`; None: as they are
+    value         name and tensor -> what is written for it, cut like it; every rank calls it in the same order. None: the tensor
     Raises FolderError on every rank if any fails; ValueError when `path` holds something else than an earlier export.
     """
     path, source = Path(path), None if source is None else Path(source)
@@ -69,7 +71,7 @@ def save_pretrained(
         error = caught
     if (line := first_error(error, group)) is not None:
         raise error or ValueError(line)
-    entries = [*_given(tensors, dtype), *_given(copied, None)]
+    entries = [*_given(tensors, dtype, value), *_given(copied, None)]
     files = _plan(entries, max_file_bytes)
     own_dtype = next((entry.info.dtype for entry in entries if entry.info.dtype.is_floating_point), torch.float32)
     saved_config = _config_for_disk(config, architecture, dtype or own_dtype)
@@ -99,19 +101,25 @@ def save_pretrained(
     write_folder(path, write, finish=finish, group=group)
 
 
-def _given(tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None) -> Iterator[_Entry]:
+def _given(
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype | None,
+    value: Callable[[str, Tensor], Tensor] | None = None,
+) -> Iterator[_Entry]:
     seen: set[int] = set()
     for name, tensor in tensors:
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         saved = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        yield _Entry(TensorInfo(name, saved, tuple(tensor.shape)), partial(_gather, tensor, saved))
+        yield _Entry(TensorInfo(name, saved, tuple(tensor.shape)), partial(_gather, name, tensor, saved, value))
 
 
 @torch.no_grad()
-def _gather(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    tensor = tensor.detach().to(dtype)  # the shard, so that what is gathered is not held in two dtypes
+def _gather(name: str, tensor: Tensor, dtype: torch.dtype, value: Callable[[str, Tensor], Tensor] | None) -> Tensor:
+    tensor = (tensor.detach() if value is None else value(name, tensor)).to(
+        dtype
+    )  # the shard, so that what is gathered is not held in two dtypes
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

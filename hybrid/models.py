@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybrid import attention, fused, sharding
+from hybrid import attention, fused, lora, sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, pack_head, tokens_per_chunk
@@ -48,8 +48,8 @@ SCALAR_HEAD = "score.weight"  # of transformers' sequence classifiers that are d
 class ShardedModel:
     """A model whose weights are spread over ranks. `module` holds DTensor parameters between phases.
 
-    Frozen parameters (all of them with trainable=False) have requires_grad off and, where the whole model is frozen, live in
-    the compute dtype.
+    Frozen parameters (all of them with trainable=False) have requires_grad off and, where the whole model or all but an adapter
+    is frozen, live in the compute dtype.
     """
 
     def __init__(
@@ -65,6 +65,7 @@ class ShardedModel:
         vocab_limit: int | None = None,
         path: str | None = None,
         frozen: frozenset[str] = frozenset(),
+        adapter: lora.Adapter | None = None,
     ) -> None:
         self.config, self.mesh, self.hf_config, self.path = config, mesh, hf_config, path
         self.spec: DecoderSpec | None = spec_of(hf_config) if hf_config.model_type in REGISTRY else None
@@ -78,12 +79,19 @@ class ShardedModel:
             force_table(hf, self.spec.rope, self.max_positions)
         else:  # the same for what its rollouts run
             fix_rope(hf, config.rollout.engine.max_model_len)
+        self.adapter = adapter
+        self._adapter_values: lora.Values | None = None  # what it starts from, until it is filled
+        named = dict(lora.named_parameters(hf, adapter))
         if trainable:
-            self._check_settings([name for name, _ in hf.named_parameters()])
-        for name, parameter in hf.named_parameters():
-            parameter.requires_grad_(trainable and name not in frozen and not self._is_frozen(name))
+            self._check_settings(list(named))
+        for name, parameter in named.items():
+            trained = trainable and (adapter is None or name in adapter.tensors)
+            parameter.requires_grad_(trained and name not in frozen and not self._is_frozen(name))
         self.module = PolicyModule(
-            hf, vocab_limit=vocab_limit, activation_checkpointing=trainable and config.activation_checkpointing
+            hf,
+            vocab_limit=vocab_limit,
+            activation_checkpointing=trainable and config.activation_checkpointing,
+            adapter=adapter,
         ).eval()
         head = self.module.head_module
         tied = any(head.weight is p for m in hf.modules() if m is not head for p in m.parameters(recurse=False))
@@ -99,6 +107,7 @@ class ShardedModel:
             fused.fuse(hf.get_decoder(), self.module.layers, self.kernels)
         self.files: WeightSource | None = None  # the folder's own weights, mapped and not read; None: from memory
         self._offloaded = False
+        self._base_fingerprint: str | None = None
 
     # -- ways in
 
@@ -118,16 +127,20 @@ class ShardedModel:
         """A HF folder or hub name, streamed into shards: no rank ever holds more than its shards and one tensor.
 
         scalar: the backbone with a head of one row (a value or reward model); that of a folder without one starts at 0.
-
+        config.lora: a trained model gets adapters, and the base is held in the compute dtype.
         masters: keep shards in config.master_dtype (None: if trainable); False: in the compute dtype, enough for a frozen
         teacher. load: False leaves the shards on meta until `load`: who only generates may read `files` instead.
         Raises ValueError for what `load_model` refuses and for missing or surplus weights, with both lists.
         """
         loaded = load_model(path, trust_remote_code=config.trust_remote_code, tokenizer=tokenizer)
         keep = trainable if masters is None else masters
-        dtype = getattr(torch, config.master_dtype if keep else config.compute_dtype)
+        adapted = trainable and config.lora is not None
+        dtype = getattr(torch, config.master_dtype if keep and not adapted else config.compute_dtype)
         hf_config = scalar_config(loaded.hf_config, loaded.tokenizer, loaded.eos_token_ids) if scalar else loaded.hf_config
         hf = build_on_meta(hf_config, config, dtype, scalar=scalar)
+        adapter, values = None, None
+        if adapted and config.lora is not None:
+            adapter, values = lora.inject(hf, config.lora, getattr(torch, config.master_dtype))
         model = cls(
             hf,
             config,
@@ -138,22 +151,34 @@ class ShardedModel:
             eos_token_ids=loaded.eos_token_ids,
             vocab_limit=None if scalar else config.vocab_limit or loaded.vocab_limit,
             path=str(loaded.path),
+            adapter=adapter,
         )
-        model.files = loaded.source
+        model.files, model._adapter_values = loaded.source, values
         if load:
             model.load()
         return model
 
     @classmethod
-    def from_module(cls, hf: PreTrainedModel, config: HybridConfig, mesh: Mesh, *, tokenizer: Any = None) -> ShardedModel:
-        """A HF module in memory, sharded in place. All ranks get rank 0's weights; trainable ones become config.master_dtype,
-        frozen ones keep their dtype. The module must not be used on its own afterwards."""
+    def from_module(cls, module: nn.Module, config: HybridConfig, mesh: Mesh, *, tokenizer: Any = None) -> ShardedModel:
+        """A HF module in memory, or a PeftModel (LoRA), sharded in place. All ranks get rank 0's weights; trainable ones become
+        config.master_dtype, frozen ones keep their dtype, below an adapter they become config.compute_dtype. The module must not
+        be used on its own afterwards."""
+        hf, adapter = lora.unwrap(module)
         hf_config = copy.deepcopy(hf.config)
-        hf.to(mesh.device)  # type: ignore[arg-type]
-        master = getattr(torch, config.master_dtype)
+        master, compute = getattr(torch, config.master_dtype), getattr(torch, config.compute_dtype)
+        frozen = frozenset(name for name, p in lora.named_parameters(hf, adapter) if not p.requires_grad)
+        if config.lora is not None:
+            if adapter is not None:
+                raise ValueError("engine.lora is set and the module has an adapter; hand over its base model, or leave lora out")
+            adapter, values = lora.inject(hf, config.lora, master)
+            adapter.allocate()
+            adapter.fill(dict(lora.named_parameters(hf, adapter)), values, mesh)
+        hf.to(mesh.device)
         with torch.no_grad():
-            for parameter in hf.parameters():
-                if parameter.requires_grad:
+            for name, parameter in lora.named_parameters(hf, adapter):
+                if adapter is not None and name not in adapter.tensors:
+                    parameter.data = parameter.data.to(compute)
+                elif name not in frozen:
                     parameter.data = parameter.data.to(master)
             for tensor in (*hf.parameters(), *hf.buffers()):
                 dist.broadcast(tensor.data, 0)
@@ -166,7 +191,8 @@ class ShardedModel:
             tokenizer=tokenizer,
             eos_token_ids=eos_union(hf_config, getattr(hf, "generation_config", None), tokenizer),
             vocab_limit=config.vocab_limit or _tokenizer_size(tokenizer, hf_config),
-            frozen=frozenset(name for name, p in hf.named_parameters() if not p.requires_grad),
+            frozen=frozen,
+            adapter=adapter,
         )
         model._open_attention()
         return model
@@ -193,6 +219,8 @@ class ShardedModel:
         assert self.files is not None, "only what came from a folder is loaded later"
         self._allocate()
         self._fill(self.files)
+        if self.adapter is not None and self._adapter_values is not None:
+            self.adapter.fill(self.parameters(), self._adapter_values, self.mesh)
         self._open_attention()
 
     def _allocate(self) -> None:
@@ -205,7 +233,8 @@ class ShardedModel:
         """Copy this rank's rows of every weight from `source`."""
         hf = self.module.hf
         persistent = {n: b for n, b in hf.named_buffers() if n in hf.state_dict()}
-        wanted = dict(self.module.named_hf_parameters()) | persistent
+        adapters = self.adapter.low_rank if self.adapter is not None else ()
+        wanted = {n: p for n, p in self.module.named_hf_parameters() if n not in adapters} | persistent
         ignored = self.spec.ignored_prefixes if self.spec else ()
         if self.module.scalar:
             ignored = (*ignored, "lm_head.")
@@ -246,12 +275,15 @@ class ShardedModel:
 
     # -- verbs without gradients
 
-    def hidden_states(self, batch: Batch) -> Tensor:
-        """[N, H] in the compute dtype: what the head sees at each counted position. Collective."""
-        return self._evaluate(batch, None)
+    def hidden_states(self, batch: Batch, *, adapter: bool = True) -> Tensor:
+        """[N, H] in the compute dtype: what the head sees at each counted position. adapter: False for the base model below an
+        adapter. Collective. Raises ValueError for adapter=False without one."""
+        with self._using(adapter):
+            return self._evaluate(batch, None)
 
-    def token_logprobs(self, batch: Batch, temperature: float = 1.0) -> Tensor:
-        """[N] fp32: log_softmax(z / temperature) of each counted target (temperature 0: of z). Collective."""
+    def token_logprobs(self, batch: Batch, temperature: float = 1.0, *, adapter: bool = True) -> Tensor:
+        """[N] fp32: log_softmax(z / temperature) of each counted target (temperature 0: of z). `adapter` as in `hidden_states`.
+        Collective."""
 
         def logprobs(hidden: Tensor, head: Head) -> Tensor:
             head = pack_head(head, self.kernels)
@@ -263,7 +295,16 @@ class ShardedModel:
                 parts.append(logits.gather(1, targets).squeeze(1) - logits.logsumexp(1))
             return torch.cat(parts) if parts else hidden.new_zeros(0, dtype=torch.float32)
 
-        return self._evaluate(batch, logprobs)
+        with self._using(adapter):
+            return self._evaluate(batch, logprobs)
+
+    def _using(self, adapter: bool) -> AbstractContextManager[None]:
+        return nullcontext() if adapter else self.require_adapter().off()
+
+    def require_adapter(self) -> lora.Adapter:
+        if self.adapter is None:
+            raise ValueError("the model has no adapter; allowed with one only: adapter=False, save_adapter; set engine.lora")
+        return self.adapter
 
     def _evaluate(self, batch: Batch, head_function: HeadFunction[Tensor] | None) -> Tensor:
         raise_together(self.misfit(batch))
@@ -312,10 +353,14 @@ class ShardedModel:
 
     # -- weights
 
-    def source(self) -> ShardedSource:
-        """The weights by module name for the generator, gathered layer by layer in the compute dtype."""
+    def source(self, *, adapter: bool = True) -> ShardedSource:
+        """The weights by module name for the generator, gathered layer by layer in the compute dtype. adapter: False for those
+        of the base model below an adapter."""
         layers = set(self.module.layers)
         prefixes = {name: module for name, module in self.module.hf.named_modules() if module in layers}
+        if not adapter or self.adapter is not None:
+            given = (self.module, self.module.hf, prefixes)
+            return lora.AdaptedSource(self.require_adapter(), *given, on=adapter, skipped=self.towers)
         return ShardedSource(self.module, self.module.hf, prefixes, skipped=self.towers)
 
     @property
@@ -332,14 +377,38 @@ class ShardedModel:
         """This rank's rows of every parameter by HF name, sharing memory with the model."""
         return {name: sharding.local(p.detach()) for name, p in self.parameters().items()}
 
+    def stored_parameters(self) -> dict[str, nn.Parameter]:
+        """What a checkpoint must hold: all parameters, or those of the adapter, since the base below it never changes."""
+        parameters = self.parameters()
+        return parameters if self.adapter is None else {n: p for n, p in parameters.items() if n in self.adapter.tensors}
+
+    def base_fingerprint(self) -> str | None:
+        """Of what `stored_parameters` leaves out, the same at any rank count; None: nothing. Collective the first time."""
+        if self.adapter is not None and self._base_fingerprint is None:
+            base = {n: p.detach() for n, p in self.parameters().items() if n not in self.adapter.tensors}
+            self._base_fingerprint = lora.fingerprint(base, self.mesh)
+        return self._base_fingerprint
+
+    def effective_shards(self) -> Iterator[tuple[str, Tensor]]:
+        """(HF name, tensor cut like the parameter), one at a time: the parameters, those below an adapter as W + s B A in fp32.
+        Collective where there is one. An average of the model is one of these, since the mean of products is no product of
+        means."""
+        for name, parameter in self.parameters().items():
+            if self.adapter is None:
+                yield name, parameter.detach()
+            elif name not in self.adapter.low_rank:
+                yield name, self.adapter.effective(name, parameter)
+
     @torch.no_grad()
     def lerp_(self, other: ShardedModel, weight: float) -> None:
-        """self += weight * (other - self), shard by shard; an EMA teacher moves so. Both have the same shapes and ranks."""
-        mine, theirs = self.local_shards(), other.local_shards()
-        if mine.keys() != theirs.keys():
+        """self += weight * (other - self), shard by shard; an EMA teacher moves so. Both have the same shapes and ranks; `other`
+        may have an adapter, which counts as part of its weights."""
+        mine = self.local_shards()
+        skipped = frozenset() if other.adapter is None else other.adapter.low_rank
+        if mine.keys() != other.parameters().keys() - skipped:
             raise ValueError("lerp_: the models have different parameters; use two of one checkpoint")
-        for name, tensor in mine.items():
-            tensor.lerp_(theirs[name].to(tensor), weight)
+        for name, tensor in other.effective_shards():
+            mine[name].lerp_(sharding.local(tensor).to(mine[name]), weight)
 
     def offload(self) -> None:
         """Move the shards to host memory until `onload`; nothing to do on CPU."""

@@ -54,13 +54,23 @@ class Generation:
     """The generating side of one sharded model: its decoder, its copy of the weights, its engine, and when to gather.
 
     on_leave: None: as rollout.on_leave says. keep_pool: whether "keep" is also for the KV pool. from_files: the copy is read from
-    the model's folder, so that the model needs no shards, unless `choose` says stream.
+    the model's folder, so that the model needs no shards, unless `choose` says stream. adapter: False for the base model below
+    an adapter, whose one version is 0, for ever.
     """
 
     def __init__(
-        self, model: ShardedModel, *, on_leave: OnLeave | None = None, keep_pool: bool = True, from_files: bool = False
+        self,
+        model: ShardedModel,
+        *,
+        on_leave: OnLeave | None = None,
+        keep_pool: bool = True,
+        from_files: bool = False,
+        adapter: bool = True,
     ) -> None:
         self.model = model
+        self._adapter = adapter
+        if not adapter:
+            model.require_adapter()
         self.config = model.config.rollout
         self._on_leave = on_leave or self.config.on_leave
         self._keep_pool = keep_pool
@@ -138,7 +148,7 @@ class Generation:
         generators = rng.capture()
         self._verify_checksums(version)
         reshard(self.model.module)
-        source = self.model.source()
+        source = self.model.source(adapter=self._adapter)
         self._num_stays += 1
         lock_step = None
         try:
@@ -276,7 +286,8 @@ class Generation:
         """debug_checksums: weights of one version must be the same weights. Raises RuntimeError on every rank."""
         if not self.model.config.debug_checksums or self._from_files:
             return
-        now = {name: checksum(shard) for name, shard in self.model.local_shards().items()}
+        skipped = frozenset() if self._adapter else self.model.require_adapter().tensors
+        now = {name: checksum(shard) for name, shard in self.model.local_shards().items() if name not in skipped}
         before = now
         if self._checksums is not None and self._checksums[0] == version:
             before = self._checksums[1]

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hybrid.attention import packing
 from hybrid.batch import Batch
+from hybrid.lora import Adapter, named_parameters
 from inference_v2.head import Head
 
 R = TypeVar("R")
@@ -28,9 +29,17 @@ class PolicyModule(nn.Module):
     model (a sequence classifier with one label) is the same with a head of one row, whose "logits" [N, 1] are its scores.
     """
 
-    def __init__(self, hf: PreTrainedModel, *, vocab_limit: int | None = None, activation_checkpointing: bool = False) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        *,
+        vocab_limit: int | None = None,
+        activation_checkpointing: bool = False,
+        adapter: Adapter | None = None,
+    ) -> None:
         super().__init__()
         self.hf = hf
+        self.adapter = adapter
         self.packs = False  # whether the decoder's attention takes packed sequences; else they are padded
         self.vocab_limit = vocab_limit
         self.scalar = hf.get_output_embeddings() is None
@@ -64,8 +73,8 @@ class PolicyModule(nn.Module):
         return found
 
     def named_hf_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters by their name in the HF module; a tied weight once."""
-        return self.hf.named_parameters()
+        """Parameters by their name in the HF module (lora.Adapter says what an adapter's are called); a tied weight once."""
+        return named_parameters(self.hf, self.adapter)
 
     def gathered_head(self) -> Head:
         """The head as it is right now: whole only while its group is gathered."""

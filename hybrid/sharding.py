@@ -56,11 +56,12 @@ def shard(
 
 
 def _shard_unit(unit: nn.Module, **options: object) -> None:
-    """One group per dtype among the parameters of `unit` that no group holds yet; the commonest dtype goes with `unit` itself."""
+    """One group per dtype among the trained parameters of `unit` that no group holds yet; the commonest dtype goes with `unit`
+    itself, as do frozen ones of any dtype."""
     owners: dict[torch.dtype, list[nn.Module]] = {}
     sizes: dict[torch.dtype, int] = {}
     for child in unit.modules():
-        dtypes = {p.dtype for p in child.parameters(recurse=False) if not isinstance(p, DTensor)}
+        dtypes = {p.dtype for p in child.parameters(recurse=False) if p.requires_grad and not isinstance(p, DTensor)}
         if len(dtypes) > 1:
             raise ValueError(
                 f"{type(child).__name__} holds parameters of {sorted(map(str, dtypes))}; allowed: one dtype per module "
@@ -68,7 +69,7 @@ def _shard_unit(unit: nn.Module, **options: object) -> None:
             )
         for dtype in dtypes:
             owners.setdefault(dtype, []).append(child)
-            sizes[dtype] = sizes.get(dtype, 0) + sum(p.numel() for p in child.parameters(recurse=False))
+            sizes[dtype] = sizes.get(dtype, 0) + sum(p.numel() for p in child.parameters(recurse=False) if p.requires_grad)
     main = max(sizes, key=lambda d: sizes[d], default=None)
     for dtype, modules in owners.items():
         if dtype == main:
