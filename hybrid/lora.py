@@ -154,6 +154,7 @@ def inject(hf: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> tuple
             lora_dropout=config.dropout,
             target_modules=_targets(hf, config),
             use_rslora=config.rslora,
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in hf.modules()),
             init_lora_weights={"default": True, "gaussian": "gaussian"}[config.init],
         )
     else:
