@@ -24,7 +24,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kernels: CpuKernels) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)  # a frozen weight needs no activations
         ctx.bias_dtype = None if bias is None else bias.dtype
         return kernels.pack_linear(weight.detach(), bias)(x.flatten(0, -2)).view(*x.shape[:-1], weight.shape[0])
 
@@ -33,7 +33,7 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = dy.flatten(0, -2)
-        dx = _matmul(rows, weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        dx = _matmul(rows, weight).view(*dy.shape[:-1], weight.shape[1]) if ctx.needs_input_grad[0] else None
         d_weight = _matmul(rows.t(), x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
         d_bias = rows.sum(0, dtype=torch.float32).to(ctx.bias_dtype) if ctx.needs_input_grad[2] else None
         return dx, d_weight, d_bias, None

@@ -18,13 +18,13 @@ class PolicyAverage:
 
     def __init__(self, engine: HybridEngine, decay: float) -> None:
         self.engine, self.decay = engine, decay
-        self._tensors = {name: p.detach().to(torch.float32, copy=True) for name, p in engine.model.parameters().items()}
+        self._tensors = {name: t.to(torch.float32, copy=True) for name, t in engine.model.effective_shards()}
 
     @torch.no_grad()
     def after_step(self) -> None:
-        shards = self.engine.model.local_shards()
-        for name, tensor in self._tensors.items():
-            local(tensor).lerp_(shards[name].to(tensor.dtype), 1.0 - self.decay)
+        for name, tensor in self.engine.model.effective_shards():
+            mean = local(self._tensors[name])
+            mean.lerp_(local(tensor).to(mean.dtype), 1.0 - self.decay)
 
     def averages(self) -> dict[str, Tensor]:
         return {PREFIX + name: tensor for name, tensor in self._tensors.items()}

@@ -30,6 +30,7 @@ from hybrid.config import resolve
 from hybrid.modes import Generation
 from hybrid.runner import Runner
 from inference_v2 import SamplingParams
+from trainers.ema import PolicyAverage
 
 GREEDY = SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True)
 PROMPTS = [[5, 6, 7], [9, 8, 7, 6, 5], [11]]
@@ -317,6 +318,20 @@ def test_ranks_and_alphas_of_single_layers_are_kept(folder, tmp_path):
     assert (engine.score(pack(SEQUENCES)) - wanted).abs().max() < 1e-5
     engine.save_pretrained(tmp_path / "merged")
     assert (token_logprobs(hf_module(str(tmp_path / "merged")), SEQUENCES) - wanted).abs().max() < 1e-5
+
+
+def test_an_average_of_the_policy_is_of_the_product_and_exported_as_it_is(folder, tmp_path):
+    engine = _engine(folder)
+    average = PolicyAverage(engine, 0.75)
+    engine.save_pretrained(tmp_path / "before")
+    _train(engine, 1)
+    average.after_step()
+    engine.save_pretrained(tmp_path / "after")
+    average.save_pretrained(tmp_path / "average")
+    before, after, mean = (load_file(tmp_path / name / "model.safetensors") for name in ("before", "after", "average"))
+    assert mean.keys() == before.keys()
+    assert max((before[n].lerp(after[n], 0.25) - t).abs().max() for n, t in mean.items()) < 1e-6
+    assert not _same(before, mean)
 
 
 def test_a_checkpoint_holds_the_adapter_alone_and_resumes_to_the_bit(folder, tmp_path):
