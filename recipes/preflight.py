@@ -30,6 +30,9 @@ def check_files(config: RunConfig) -> None:
         for key, path in (("model.path", run.model.path), ("teacher.path", getattr(getattr(run, "teacher", None), "path", None))):
             if path is not None and _looks_local(path) and not Path(path, "config.json").is_file():
                 raise FileNotFoundError(f"{key}={path}: no Hugging Face folder there (no config.json)")
+        adapter = None if run.engine.lora is None else run.engine.lora.path
+        if adapter is not None and not Path(adapter, "adapter_config.json").is_file():
+            raise FileNotFoundError(f"engine.lora.path={adapter}: no adapter folder there (no adapter_config.json)")
 
 
 def check(config: RunConfig) -> Iterator[str]:

@@ -193,6 +193,8 @@ def _fill(config: RunConfig, folder: Path) -> RunConfig:
     for name, keys in (("reference", ("path",)), ("critic", ("path",)), ("ptx", ("data",))):
         if (section := getattr(config, name, None)) is not None:
             update[name] = located(section, *keys)
+    if config.engine.lora is not None:
+        update["engine"] = config.engine.model_copy(update={"lora": located(config.engine.lora, "path")})
     if isinstance(config, PolicyConfig):
         update["rewards"] = tuple(located(r, "model") if isinstance(r, RewardModelRef) else r for r in config.rewards)
     return config.model_copy(update=update)
