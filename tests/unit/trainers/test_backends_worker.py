@@ -118,6 +118,17 @@ def test_an_interpreter_that_cannot_be_run_is_refused(python):
         Worker(VLLMConfig(python=python))
 
 
+def test_a_program_that_starts_the_interpreter_is_told_apart_from_it(tmp_path):
+    """Its end would not be the worker's."""
+    script = tmp_path / "python"
+    script.write_text(f'#!/bin/sh\n{sys.executable} "$@"\nexit $?\n')
+    script.chmod(0o700)
+    worker = Worker(VLLMConfig(python=str(script)))
+    with pytest.raises(WorkerError, match=r"exit code 1.*started by process \d+, not by \d+: give the interpreter itself"):
+        ask(worker, "start", {})
+    worker.close()
+
+
 def _open(folder: str) -> str:
     engine = HybridEngine.from_pretrained(folder)
     try:
