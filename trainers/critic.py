@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from hybrid.config import HybridConfig
+from hybrid.config import HybridConfig, LoraConfig
 from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from trainers.config import Critic
@@ -39,7 +39,9 @@ class CriticModel:
         `num_updates`. Raises ValueError for another vocabulary."""
         self.config, self.policy, self.micro_batch_tokens = config, policy, micro_batch_tokens
         optimizer = config.optimizer.until(num_updates)
-        own = settings.model_copy(update={"optimizer": optimizer, "vocab_limit": None, "freeze": ()})
+        # Where the policy goes on from an adapter, which is not the critic's, the critic gets one of the default shape.
+        lora = settings.lora if settings.lora is None or settings.lora.path is None else LoraConfig()
+        own = settings.model_copy(update={"optimizer": optimizer, "vocab_limit": None, "freeze": (), "lora": lora})
         named = tokenizer if config.path is None else None
         self.engine = HybridEngine.from_pretrained(config.path or start, own, tokenizer=named, scalar=True)
         if config.path is not None and policy.tokenizer is not None:

@@ -308,6 +308,8 @@ class Run:
 
     def _export(self) -> None:
         self.engine.save_pretrained(self.run_dir / "model")
+        if self.engine.model.adapter is not None:
+            self.engine.save_adapter(self.run_dir / "adapter")
         self.algorithm.export(self.run_dir)
 
     def _load_data(self, *, held_out: bool) -> PromptSet:

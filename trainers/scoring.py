@@ -72,8 +72,10 @@ class ModelScorer:
         generation: Generation | None = None,
         ema_decay: float | None = None,
         offload: bool = False,
+        adapter: bool = True,
     ) -> None:
-        self.model, self.engine, self.scoring, self.generation = model, engine, scoring, generation
+        """adapter: False for the base model below the policy's adapter."""
+        self.model, self.engine, self.scoring, self.generation, self.adapter = model, engine, scoring, generation, adapter
         self.micro_batch_tokens, self.ema_decay, self.offload = micro_batch_tokens, ema_decay, offload
         self._version = 0  # of the model's own weights
         if offload:
@@ -109,7 +111,9 @@ class ModelScorer:
 
     def _by_module(self, rollouts: Sequence[Rollout], temperature: float | None) -> list[Tensor]:
         def read(batch: Batch) -> Tensor:
-            return self.model.hidden_states(batch) if temperature is None else self.model.token_logprobs(batch, temperature)
+            if temperature is None:
+                return self.model.hidden_states(batch, adapter=self.adapter)
+            return self.model.token_logprobs(batch, temperature, adapter=self.adapter)
 
         return in_micro_batches(self.engine, self.model, rollouts, self.micro_batch_tokens, read)
 
@@ -234,6 +238,9 @@ def open_teacher(
     if isinstance(teacher, SelfTeacher) and teacher.weights == "live":
         scoring = _scoring(teacher.scoring, engine.model)
         return TeacherScorer(engine.model, engine, scoring=scoring, micro_batch_tokens=micro_batch_tokens)
+    if isinstance(teacher, SelfTeacher) and teacher.weights == "start" and _is_below_adapter(engine, teacher.compute_dtype):
+        options = _open_base(engine, scoring=teacher.scoring, offload=teacher.offload)
+        return TeacherScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, **options)
     decay = teacher.ema_decay if isinstance(teacher, SelfTeacher) and teacher.weights == "ema" else None
     path = teacher.path if isinstance(teacher, FrozenTeacher) else start
     if path is None:
@@ -255,19 +262,39 @@ def open_teacher(
 def open_reference(
     reference: Reference, engine: HybridEngine, config: HybridConfig, *, start: str, temperature: float, micro_batch_tokens: int
 ) -> ReferenceScorer:
-    """A frozen copy of `reference.path`, or of `start`. Raises ValueError for another vocabulary. Collective."""
-    options = _open_model(
-        reference.path or start,
-        engine,
-        config,
-        check=reference.path is not None,
-        scoring="auto",
-        offload=reference.offload,
-        roles=("policy", "reference"),
-    )
+    """A frozen copy of `reference.path`, or of `start`; of a policy with an adapter, in place of `start`, the base below it.
+    Raises ValueError for another vocabulary. Collective."""
+    if reference.path is None and engine.model.adapter is not None:
+        options = _open_base(engine, scoring="auto", offload=reference.offload)
+    else:
+        options = _open_model(
+            reference.path or start,
+            engine,
+            config,
+            check=reference.path is not None,
+            scoring="auto",
+            offload=reference.offload,
+            roles=("policy", "reference"),
+        )
     scorer = ReferenceScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, **options)
     scorer.temperature = temperature
     return scorer
+
+
+def _is_below_adapter(engine: HybridEngine, compute_dtype: str | None) -> bool:
+    """Whether the weights that the policy started from are those below its adapter, in this dtype."""
+    config = engine.config
+    fresh = config.lora is not None and config.lora.path is None
+    return fresh and compute_dtype in (None, config.compute_dtype)
+
+
+def _open_base(engine: HybridEngine, *, scoring: Literal["auto", "engine", "module"], offload: bool) -> dict[str, Any]:
+    """What a ModelScorer of the base model below the policy's adapter is made of: it needs no shards of its own."""
+    chosen = _scoring(scoring, engine.model)
+    if chosen == "module":
+        return {"model": engine.model, "scoring": chosen, "adapter": False}
+    generation = Generation(engine.model, on_leave="offload" if offload else "keep", keep_pool=False, adapter=False)
+    return {"model": engine.model, "scoring": chosen, "generation": generation, "adapter": False}
 
 
 def _open_model(
