@@ -142,15 +142,16 @@ def scripted_rollout(
 def scripted(
     folder: str | Path, responses: Sequence[tuple[tuple[Turn, ...], str]] = RESPONSES, *, shift: float = 0.0
 ) -> Iterator[None]:
-    """Runs inside get `responses`, in turn, instead of sampling. The model of `folder`, which the run starts from, says their
-    log-probs, so that it is good for one step."""
+    """Runs inside get `responses`, in turn, instead of sampling; of two ranks each has every other one, so that groups are split.
+    The model of `folder`, which the run starts from, says their log-probs: it is good for one step."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).eval()
 
     def draw(self: Sampler, prompts: Sequence[DrawnPrompt]) -> tuple[list[Rollout], dict[str, float]]:
         samples, temperature = self.sampling.num_samples, self.sampling.temperature
-        mine = [(i, p) for i, p in enumerate(prompts) if i % self.engine.world_size == self.engine.rank]
-        places = [(p, k, (i * samples + k) % len(responses)) for i, p in mine for k in range(samples)]
-        return [scripted_rollout(p, k, responses[n], model, temperature, shift) for p, k, n in places], {}
+        everyone = [(prompt, k) for prompt in prompts for k in range(samples)]
+        mine = range(self.engine.rank, len(everyone), self.engine.world_size)
+        rollouts = [scripted_rollout(*everyone[n], responses[n % len(responses)], model, temperature, shift) for n in mine]
+        return rollouts, {}
 
     with patch.object(Sampler, "draw", draw):
         yield
