@@ -4,6 +4,7 @@ barrier between turns, and what a turn begins with is in the prefix cache."""
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,7 +19,7 @@ from trainers.environments.config import EnvironmentConfig
 from trainers.environments.environment import Environment, Reply
 from trainers.environments.messages import MessageEncoder
 from trainers.environments.registry import ENVIRONMENTS, resolve
-from trainers.environments.workers import side_by_side
+from trainers.environments.workers import Workers
 from trainers.types import Prompt, Rollout, Source, Span
 
 logger = logging.getLogger(__name__)
@@ -40,16 +41,17 @@ class Conversations:
         self.config, self.engine = config, engine
         self._make = resolve(config.name, config.settings)
         self._encoder = MessageEncoder(engine.tokenizer, config, engine.model.eos_token_ids, chat_template_kwargs or {})
+        self._workers = Workers(config.timeout_s)
         self._stop: tuple[str, ...] | None = None  # known once an environment was made
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Make the environment of the first prompt, or where it is built in, of every one. Raises ValueError, naming the row, for
-        what that raises."""
+        what that raises, and for what was made if it is no environment."""
         for prompt in prompts if self.config.name in ENVIRONMENTS else prompts[:1]:
-            (made,) = side_by_side([partial(self._make, prompt)], self.config.timeout_s)
-            if isinstance(made, Exception):
-                raise ValueError(f"environment {self.config.name}: row {prompt.index}: {_line(made)}") from made
-            self._stop = tuple(made.stop)
+            try:
+                self._stop = _stop_strings(self._make(prompt))
+            except Exception as error:  # a user's class: whatever it raises
+                raise ValueError(f"environment {self.config.name}: row {prompt.index}: {_line(error)}") from error
 
     def sample(self, prompts: Sequence[DrawnPrompt], sampling: SamplingParams) -> list[Rollout]:
         """`sampling.num_samples` conversations for each prompt of this rank's share of `prompts` (those of all ranks), prompt by
@@ -64,14 +66,11 @@ class Conversations:
         Raises ValueError on every rank, naming the row, for a prompt that the engine refuses and for a message that the
         tokenizer cannot encode.
         """
-        error, conversations = None, list[_Conversation]()
+        raise_together(self._prepare(prompts))
         work = [len(p.prompt.ids) + sampling.num_samples * self._limit(p.prompt) for p in prompts]
+        mine = share(prompts, self.engine.rank, self.engine.world_size, work)
         with self.engine.generating() as runner:
-            try:
-                mine = share(prompts, self.engine.rank, self.engine.world_size, work)
-                conversations = self._converse(runner, mine, sampling)
-            except ValueError as caught:
-                error = caught
+            conversations, error = self._converse(runner, mine, sampling)
         raise_together(error)
         failures = [(c, c.failure) for c in conversations if c.failure is not None]
         for first, failure in failures[:1]:
@@ -82,49 +81,62 @@ class Conversations:
             )  # fmt: skip
         return [c.rollout(self.engine.tokenizer) for c in conversations]
 
-    def _converse(self, runner: Runner, prompts: Sequence[DrawnPrompt], sampling: SamplingParams) -> list[_Conversation]:
-        """Conversations of this rank, to their ends. Raises ValueError once nothing runs any more."""
-        if self._stop is None and prompts:
-            self.check([prompts[0].prompt])
+    def _prepare(self, prompts: Sequence[DrawnPrompt]) -> ValueError | None:
+        """See that the environment's stop strings are known."""
+        try:
+            if self._stop is None and prompts:
+                self.check([prompts[0].prompt])
+        except ValueError as error:
+            return error
+        return None
+
+    def _converse(
+        self, runner: Runner, prompts: Sequence[DrawnPrompt], sampling: SamplingParams
+    ) -> tuple[list[_Conversation], ValueError | None]:
+        """Conversations of this rank, to their ends; no more at a time than the engine has seats, so that what a conversation has
+        in the cache is there when it goes on. With an error, none was begun after it and none runs any more."""
         sampling = replace(sampling, stop=tuple(dict.fromkeys((*sampling.stop, *(self._stop or ())))))
-        opening = _at_most(sampling, self.config.max_response_tokens or sampling.max_new_tokens)
+        first_turn = _at_most(sampling, self.config.max_response_tokens or sampling.max_new_tokens)
+        seats = self.engine.config.rollout.engine.max_running
         conversations, errors = list[_Conversation](), list[ValueError]()
         waiting: dict[tuple[int, int], _Conversation] = {}  # for the policy, by request and sample
-        for drawn in prompts:
-            request_id = runner.add(Request(drawn.prompt.ids, opening, drawn.key))
-            for i in range(sampling.num_samples):
-                conversations.append(_Conversation(drawn, i, list(drawn.prompt.ids)))
-                waiting[request_id, i] = conversations[-1]
-        while waiting:
+        unstarted = deque(prompts)
+        while waiting or (unstarted and not errors):
+            while unstarted and not errors and (not waiting or len(waiting) + sampling.num_samples <= seats):
+                drawn = unstarted.popleft()
+                request_id = runner.add(Request(drawn.prompt.ids, first_turn, drawn.key))
+                begun = [_Conversation(drawn, i, list(drawn.prompt.ids)) for i in range(sampling.num_samples)]
+                waiting |= {(request_id, c.sample_index): c for c in begun}
+                conversations += begun
             spoken = [(waiting.pop((c.request_id, c.sample_index)), c) for c in runner.step()]
             errors += [_refusal(conversation, c) for conversation, c in spoken if c.error is not None]
             if errors:
                 continue  # to the end of what runs
-            texts = [self.engine.tokenizer.decode(c.token_ids, skip_special_tokens=True) for _, c in spoken]
-            calls = [partial(self._ask, *pair, text) for pair, text in zip(spoken, texts, strict=True)]
-            replies = side_by_side(calls, self.config.timeout_s)
-            for (conversation, completion), reply in zip(spoken, replies, strict=True):
-                conversation.add_turn(completion)
+            for (conversation, turn), reply in zip(spoken, self._ask(spoken), strict=True):
+                conversation.add_turn(turn)
                 try:
                     room = self._answer(conversation, reply)
                 except ValueError as caught:
                     errors.append(caught)
                     break
                 if room:
-                    turn = replace(_at_most(sampling, room), num_samples=1)
+                    next_turn = replace(_at_most(sampling, room), num_samples=1)
                     key, sample = conversation.drawn.key, conversation.sample_index
-                    request = Request(tuple(conversation.ids), turn, key, first_sample=sample)
-                    waiting[runner.add(request), sample] = conversation
-        if errors:
-            raise errors[0]
-        return conversations
+                    request_id = runner.add(Request(tuple(conversation.ids), next_turn, key, first_sample=sample))
+                    waiting[request_id, sample] = conversation
+        return conversations, next(iter(errors), None)
 
     def _limit(self, prompt: Prompt) -> int:
         """Tokens of a response, at most."""
         room = self.engine.max_model_len - len(prompt.ids)
         return room if self.config.max_response_tokens is None else min(room, self.config.max_response_tokens)
 
-    def _ask(self, conversation: _Conversation, turn: Completion, text: str) -> Reply:
+    def _ask(self, spoken: Sequence[tuple[_Conversation, Completion]]) -> list[Reply | Exception]:
+        """What the environments reply to turns that have just ended, side by side; the exception where one fails."""
+        texts = [self.engine.tokenizer.decode(turn.token_ids, skip_special_tokens=True) for _, turn in spoken]
+        return self._workers.run([partial(self._reply, *pair, text) for pair, text in zip(spoken, texts, strict=True)])
+
+    def _reply(self, conversation: _Conversation, turn: Completion, text: str) -> Reply:
         if conversation.environment is None:
             conversation.environment = self._make(conversation.drawn.prompt)
         reply = conversation.environment.reply(text, turn.token_ids, turn.finish_reason)
@@ -228,6 +240,16 @@ class _Conversation:
             reward=self.reward,
             group=self.drawn.key,
         )
+
+
+def _stop_strings(environment: Any) -> tuple[str, ...]:
+    """Raises ValueError for what is no environment."""
+    stop = getattr(environment, "stop", ())
+    if isinstance(stop, str) or not all(isinstance(text, str) and text for text in stop):
+        raise ValueError(f"its stop is {stop!r:.80}; allowed: a tuple of texts, such as ('</tool>',)")
+    if not callable(getattr(environment, "reply", None)):
+        raise ValueError("it has no method reply(text, ids, finish_reason)")
+    return tuple(stop)
 
 
 def _at_most(sampling: SamplingParams, room: int) -> SamplingParams:

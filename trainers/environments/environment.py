@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,13 +27,9 @@ class Reply:
 class Environment(Protocol):
     """One conversation's other side: made for it as `Class(prompt, **settings)`, and asked after each turn of the policy.
 
-    It runs in a thread of its own, beside those of other conversations. What it raises ends its conversation, not the run.
+    It may have an attribute `stop`, of the instance or of its class: strings that end a turn of the policy, beside those of the
+    sampling. It runs in threads, beside those of other conversations; what it raises there ends its conversation, not the run.
     """
-
-    @property
-    def stop(self) -> Sequence[str]:
-        """Strings that end a turn of the policy, beside those of the sampling; a class attribute will do."""
-        ...
 
     def reply(self, text: str, ids: tuple[int, ...], finish_reason: str) -> Reply:
         """To the turn `ids`, of which `text` leaves out special tokens only: a stop string that ended it is in both, with

@@ -12,8 +12,6 @@ class Verifier:
     it the policy is told `wrong` and may try again, `retries` times. The rewards add up to the last turn's score, less
     `retry_cost` for every turn after the first."""
 
-    stop: tuple[str, ...] = ()
-
     def __init__(
         self,
         prompt: Prompt,

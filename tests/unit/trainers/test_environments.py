@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 from pydantic import ValidationError
 from tiny import EOS, character_tokenizer
+from tokenizers.processors import TemplateProcessing
 
 from trainers import new_model
 from trainers.environments.calculator import MAX_CHARACTERS, Calculator, calculate
@@ -19,7 +20,7 @@ from trainers.environments.environment import Reply
 from trainers.environments.messages import MessageEncoder, turn_markers
 from trainers.environments.registry import resolve
 from trainers.environments.verifier import Verifier
-from trainers.environments.workers import side_by_side
+from trainers.environments.workers import MOST_STUCK, Workers
 from trainers.types import Prompt
 
 PROMPT = Prompt(index=7, ids=(4,), text="12*34=", answer="408")
@@ -60,25 +61,26 @@ def test_the_value_of_an_expression_is_exact(expression, value):
 @pytest.mark.parametrize(
     "expression",
     [
-        "",
-        " ",
-        "1+",
-        "1 2",
-        "1/0",
-        "0**-1",
-        "2**0.5",
-        "2**65",
-        "9**64",
-        "10**41",
-        "10**40*10",
-        "1/10**41",
-        "()",
-        "1(2)",
-        "012",
-        "..1",
-    ]
-    + ["__import__('os')", "a", "1e9", "1j", "True", "1_000", "0x10", "'1'*9", "1<2", "[1]", "1,2", "1\n+1", "1+1;2", "٣", "1\0"]
-    + ["1" * (MAX_CHARACTERS + 1), "*" * MAX_CHARACTERS, "(" * MAX_CHARACTERS, "9**9**9**9"],
+        *("", " ", "1+", "1 2", "1/0", "0**-1", "2**0.5", "2**65", "9**64", "10**41", "10**40*10", "1/10**40/10", "9**9**9**9"),
+        *(
+            "()",
+            "1(2)",
+            "012",
+            "..1",
+            "__import__('os')",
+            "a",
+            "1e9",
+            "1j",
+            "True",
+            "1_000",
+            "0x10",
+            "'1'*9",
+            "1<2",
+            "[1]",
+            "1,2",
+        ),
+        *("1\n+1", "1+1;2", "٣", "1\0", "1+" * (MAX_CHARACTERS // 2) + "1", "*" * MAX_CHARACTERS, "(" * MAX_CHARACTERS),
+    ],
 )
 def test_anything_else_is_refused_at_once(expression):
     with pytest.raises(ValueError):
@@ -218,6 +220,14 @@ def test_a_message_that_spells_a_special_token_ends_no_turn():
     assert tokenizer("<eos>", add_special_tokens=False)["input_ids"] == [EOS]  # and nothing has changed for others
 
 
+def test_no_special_token_is_added_around_a_message():
+    tokenizer = character_tokenizer()
+    begins = TemplateProcessing(single="<pad> $A", special_tokens=[("<pad>", 0)])
+    tokenizer._tokenizer.post_processor = begins
+    assert tokenizer("4")["input_ids"][0] == 0
+    assert 0 not in encoder(tokenizer, prefix="(", suffix=")").encode("4", after=5)
+
+
 def test_an_end_of_sequence_that_the_policy_drew_is_not_doubled():
     tokenizer = character_tokenizer()
     messages = encoder(tokenizer, eos=(EOS, 5), prefix="<eos>\n")
@@ -262,7 +272,7 @@ def test_a_role_that_the_template_cannot_place_is_refused(template, message):
 
 def test_text_that_the_tokenizer_cannot_encode_is_named():
     tokenizer = new_model.character_tokenizer("0123")
-    with pytest.raises(ValueError, match="cannot encode the environment's '4': .*"):
+    with pytest.raises(ValueError, match="cannot encode the environment's '4': "):
         encoder(tokenizer).encode("4", after=5)
     with pytest.raises(ValueError, match="'!'"):
         encoder(tokenizer, suffix="!")
@@ -278,15 +288,15 @@ def test_calls_run_side_by_side_and_an_error_is_a_result():
         barrier.wait(timeout=20)  # all three at the same time, or none
         return number
 
-    results = side_by_side([partial(meet, 1), lambda: int("x"), partial(meet, 2), partial(meet, 3)], 30.0)
+    results = Workers(30.0).run([partial(meet, 1), lambda: int("x"), partial(meet, 2), partial(meet, 3)])
     assert [results[i] for i in (0, 2, 3)] == [1, 2, 3]
     assert isinstance(results[1], ValueError)
-    assert side_by_side([], 1.0) == []
+    assert Workers(1.0).run([]) == []
 
 
 def test_a_call_that_hangs_is_left_behind_and_what_it_says_later_changes_nothing():
     leave = threading.Event()
-    results = side_by_side([lambda: leave.wait() and "late", lambda: "in time"], 0.2)
+    results = Workers(0.2).run([lambda: leave.wait() and "late", lambda: "in time"])
     assert isinstance(results[0], TimeoutError)
     assert "0.2 s" in str(results[0])
     assert results[1] == "in time"
@@ -295,6 +305,19 @@ def test_a_call_that_hangs_is_left_behind_and_what_it_says_later_changes_nothing
     assert isinstance(results[0], TimeoutError)
 
 
+def test_where_too_many_hang_nobody_is_called_until_they_return():
+    leave, workers, called = threading.Event(), Workers(0.2), []
+    workers.run([leave.wait] * MOST_STUCK)
+    (refused,) = workers.run([lambda: called.append(1)])
+    assert isinstance(refused, TimeoutError)
+    assert "64 calls before it have not returned" in str(refused)
+    assert not called
+    leave.set()
+    for thread in workers._given_up:
+        thread.join()
+    assert workers.run([lambda: "again"]) == ["again"]
+
+
 def test_a_call_that_hangs_does_not_keep_the_process():
-    code = "import threading; from trainers.environments.workers import side_by_side; side_by_side([threading.Event().wait], 0.1)"
+    code = "import threading; from trainers.environments.workers import Workers; Workers(0.1).run([threading.Event().wait])"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

@@ -33,8 +33,6 @@ FORCED = SamplingParams(max_new_tokens=3, temperature=0.0, allowed_token_ids=(ID
 class Scripted:
     """Says `words` one after the other, then ends the conversation; each reply is worth 1."""
 
-    stop = ()
-
     def __init__(self, prompt: Prompt, words: str = "12 3") -> None:
         self.words = words.split(" ") if words else []
 
@@ -60,6 +58,19 @@ class Listening(Scripted):
     def reply(self, text: str, ids: tuple[int, ...], finish_reason: str) -> Reply:
         self.heard.append((text, ids, finish_reason))
         return super().reply(text, ids, finish_reason)
+
+
+class Asks(Scripted):
+    stop = ("=",)
+
+
+class OneString(Scripted):
+    stop = "</a>"
+
+
+class Mute:
+    def __init__(self, prompt: Prompt) -> None:
+        pass
 
 
 class Fails(Scripted):
@@ -198,9 +209,7 @@ def test_a_stop_string_stays_in_the_ids_and_the_environment_reads_it(engine):
 
 def test_the_environments_own_stop_strings_end_turns_too(engine):
     sampling = replace(FORCED, stop=())
-    class_with_stop = type("Asks", (Scripted,), {"stop": ("=",), "__module__": __name__})
-    globals()["Asks"] = class_with_stop
-    (rollout,) = conversations(engine, class_with_stop).sample(DRAWN[:1], sampling)
+    (rollout,) = conversations(engine, Asks).sample(DRAWN[:1], sampling)
     assert rollout.text == "=12=3="
     (cut,) = conversations(engine).sample(DRAWN[:1], sampling)
     assert (cut.text, cut.finish_reason) == ("===", "length")
@@ -234,14 +243,20 @@ def test_a_turn_that_is_cut_ends_the_conversation_and_its_reward_counts(engine):
 
 @pytest.mark.parametrize(
     ("limit", "text", "reason"),
-    [(1, "=", "length"), (2, "=", "length"), (3, "=", "length"), (4, "=12=", "length"), (5, "=12=", "length")]
-    + [(6, "=12=3=", "stop")],
+    [*((n, "=", "length") for n in (1, 2, 3)), (4, "=12=", "length"), (5, "=12=", "length"), (6, "=12=3=", "stop")],
 )
 def test_a_response_has_a_limit_in_all(engine, limit, text, reason):
     """A message after which the policy could not speak is dropped, so that a response ends with the policy's own token, where
     a score can land."""
     (rollout,) = conversations(engine, max_response_tokens=limit).sample(DRAWN[:1], replace(FORCED, min_new_tokens=1))
     assert (rollout.text, rollout.spans[-1].source, rollout.finish_reason) == (text, "policy", reason)
+
+
+def test_the_least_length_of_a_turn_gives_way_to_the_limit(engine):
+    """And until it is reached, a turn does not end with its stop string."""
+    sampling = replace(FORCED, min_new_tokens=2)
+    texts = [conversations(engine, max_response_tokens=n).sample(DRAWN[:1], sampling)[0].text for n in (1, 2, 5, 9)]
+    assert texts == ["=", "==", "==12=", "==12==3=="]
 
 
 def test_the_models_length_is_a_limit_too(engine):
@@ -301,6 +316,10 @@ def test_a_prompt_that_the_engine_refuses_names_its_row(engine):
 def test_what_is_wrong_with_an_environment_is_said_before_the_first_step(engine):
     with pytest.raises(ValueError, match="row 1: KeyError: 'no sandbox'"):
         conversations(engine, Fails, settings={"how": "make"}).check([DRAWN[1].prompt])
+    with pytest.raises(ValueError, match=r"row 0: its stop is '</a>'; allowed: a tuple"):
+        conversations(engine, OneString).sample(DRAWN[:1], FORCED)
+    with pytest.raises(ValueError, match="row 0: it has no method reply"):
+        conversations(engine, Mute).check([DRAWN[0].prompt])
     verifier = Conversations(EnvironmentConfig(name="verifier"), engine)
     with pytest.raises(ValueError, match="environment verifier: row 4: reward exact_match: row 4 of the data has no answer"):
         verifier.check([replace(d.prompt, answer=None if d.prompt.index == 4 else "3") for d in DRAWN])
@@ -308,16 +327,29 @@ def test_what_is_wrong_with_an_environment_is_said_before_the_first_step(engine)
         conversations(engine, suffix="!")
 
 
-def test_earlier_turns_are_found_in_the_prefix_cache(tmp_path):
+@pytest.mark.parametrize("settings", [{}, {"max_running": 1, "cache_bytes": 16 * 1024}])
+def test_earlier_turns_are_found_in_the_prefix_cache(tmp_path, settings):
+    """Also where the cache, of 16 blocks of 4 tokens, holds one conversation: it is led to its end before the next begins."""
     tiny_folder(tmp_path)
-    settings = {"engine": {"block_size": 4}, "on_leave": "keep"}
-    engine = HybridEngine.from_pretrained(str(tmp_path), HybridConfig(rollout=settings))
+    settings = {"engine": {"block_size": 4, **settings}, "on_leave": "keep"}
+    engine = HybridEngine.from_pretrained(str(tmp_path), HybridConfig.model_validate({"rollout": settings}))
     conversations(engine, Endless, max_turns=9).sample(DRAWN, FORCED)
     with engine.generating(unchanged=True) as runner:
         stats = runner.stats()
     # A turn of 1 token begins with all that was computed in the one before it, in whole blocks: all but the token drawn last and
-    # the message of 1 token.
+    # the message of 1 token. And a prompt may begin as another does.
     begins = [[len(d.prompt.ids) + 2 * n for n in range(9)] for d in DRAWN]
-    assert stats.tokens_hit == sum(length // 4 * 4 for lengths in begins for length in lengths[:-1])
+    hit = sum(length // 4 * 4 for lengths in begins for length in lengths[:-1])
+    assert hit <= stats.tokens_hit <= hit + 4
     assert stats.prompt_tokens_prefilled + stats.tokens_hit == sum(map(sum, begins))
     engine.close()
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_few_seats_change_nothing(tmp_path, engine, samples):
+    tiny_folder(tmp_path)
+    sampling = SamplingParams(max_new_tokens=7, num_samples=samples, seed=5, **ENDS)
+    few = HybridEngine.from_pretrained(str(tmp_path), HybridConfig.model_validate({"rollout": {"engine": {"max_running": 2}}}))
+    rollouts = [conversations(e).sample(DRAWN, sampling) for e in (few, engine)]
+    assert [r.ids for r in rollouts[0]] == [r.ids for r in rollouts[1]]
+    few.close()
