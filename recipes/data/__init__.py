@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from recipes.data import addition, arithmetic, short_questions, word_arithmetic
+from recipes.data import addition, arithmetic, products, short_questions, word_arithmetic
 from trainers.config import DataConfig
 
 Row = dict[str, Any]
@@ -25,6 +25,8 @@ MAKERS: dict[str, Callable[[], Iterator[Row]]] = {
     "addition/pairs_held_out": addition.pairs_held_out,
     "arithmetic/train": arithmetic.train,
     "arithmetic/held_out": arithmetic.held_out,
+    "products/train": products.train,
+    "products/held_out": products.held_out,
     "short_questions/train": short_questions.train,
     "short_questions/held_out": short_questions.held_out,
     "word_arithmetic/train": word_arithmetic.train,
