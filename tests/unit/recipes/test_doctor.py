@@ -72,6 +72,7 @@ def test_parts_that_other_recipes_train_first_are_examined_by_what_these_start_f
     assert "a fresh qwen3, from which" in policy.found
     assert "start.yaml trains it first (model.recipe)" in policy.found
     assert "the policy's 16 tokens under the same ids" in teacher.found
+    assert of(findings, "weights")[0].found.startswith("teacher: other weights than the student")
     assert any("is trained first" in f.found for f in of(findings, "files"))
     assert not (tmp_path / "out").exists()
 
