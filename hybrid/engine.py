@@ -21,7 +21,7 @@ from hybrid.config import HybridConfig, resolve
 from hybrid.export import save_pretrained
 from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, pack_head, tokens_per_chunk
 from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
-from hybrid.models import ShardedModel
+from hybrid.models import VALUE_HEAD, ShardedModel
 from hybrid.modes import Generation, Swap
 from hybrid.policy import empty_batch, mode
 from hybrid.runner import Runner
@@ -57,12 +57,16 @@ class HybridEngine:
         *,
         tokenizer: str | None = None,
         scalar: bool = False,
+        value_head: bool = False,
     ) -> HybridEngine:
         """A HF folder or hub name, with the tokenizer beside it or the one of another folder. scalar: with a head of one row in
-        place of the vocabulary's (a value or reward model), which trains and scores but does not generate. Raises ValueError for
-        a bad config, folder or device."""
+        place of the vocabulary's (a value or reward model), which trains and scores but does not generate; value_head: with one
+        beside it. Raises ValueError for a bad config, folder or device."""
         config = resolve(config)
-        return cls(ShardedModel.from_pretrained(os.fspath(path), config, open_mesh(config), tokenizer=tokenizer, scalar=scalar))
+        mesh = open_mesh(config)
+        return cls(
+            ShardedModel.from_pretrained(os.fspath(path), config, mesh, tokenizer=tokenizer, scalar=scalar, value_head=value_head)
+        )
 
     @classmethod
     def from_module(cls, module: nn.Module, config: Config = None, *, tokenizer: Any = None) -> HybridEngine:
@@ -191,14 +195,19 @@ class HybridEngine:
         *,
         weights: Sequence[Tensor] | None = None,
         denominator: float | None = None,
+        value_loss: TokenLoss | None = None,
+        value_weight: float = 1.0,
     ) -> dict[str, float]:
         """Add the gradient of the mean loss over all counted tokens of all ranks and micro-batches.
 
         With `weights`, one [N] per micro-batch, the loss is sum(weight x loss) / D over everything; D is the sum over ranks of
-        `denominator` (None: of the weights). Returns global means: "loss", each metric per token, and "tokens", their number.
+        `denominator` (None: of the weights). `value_loss` is of the value head's scores [N, 1] at the same places: `value_weight`
+        times it is added, with the same weights and denominator; its metrics' names begin with "critic/". Returns global means:
+        "loss", each metric per token, and "tokens", their number.
+
         Lists may differ in length between ranks, and be empty. Raises on every rank: ValueError for batches that do not fit
         the model, before anything runs; with the gradients dropped, FloatingPointError if the loss is not finite, and what
-        `token_loss` raised (on the other ranks RuntimeError). An error in a layer's forward (out of memory, say) is raised on
+        a loss raised (on the other ranks RuntimeError). An error in a layer's forward (out of memory, say) is raised on
         its own rank alone; the others then wait in a collective until that process ends, or for config.timeout_s.
         """
         error = self._misfit(batches, weights, denominator)
@@ -208,6 +217,7 @@ class HybridEngine:
         table = self.mesh.table([len(batches), own, denominator, error is not None])
         if any(row[3] for row in table):
             raise_together(error)
+        of_values = None if value_loss is None else (value_loss, value_weight)
         rounds = int(max(row[0] for row in table))
         tokens = int(sum(row[1] for row in table))
         divisor = sum(row[2] for row in table) or 1.0
@@ -223,7 +233,7 @@ class HybridEngine:
                 batch = batches[i] if i < len(batches) else empty_batch()
                 weight = weights[i] if weights is not None and i < len(batches) else None
                 sharding.set_sync(self.model.module, self.config.zero_stage, last=i == rounds - 1)
-                loss, metrics = self._loss(batch.to(self.mesh.device), token_loss, weight, failed)
+                loss, metrics = self._loss(batch.to(self.mesh.device), token_loss, weight, failed, of_values)
                 (loss / divisor).backward()
                 for name, value in (metrics | {"loss": loss.detach()}).items():
                     sums[name] = sums.get(name, 0.0) + value
@@ -246,22 +256,41 @@ class HybridEngine:
         return next((error for batch in batches if (error := self.model.misfit(batch)) is not None), None)
 
     def _loss(
-        self, batch: Batch, token_loss: TokenLoss, weight: Tensor | None, failed: list[Exception]
+        self,
+        batch: Batch,
+        token_loss: TokenLoss,
+        weight: Tensor | None,
+        failed: list[Exception],
+        value: tuple[TokenLoss, float] | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Summed loss of one micro-batch with its graph, and metric sums. What `token_loss` raises waits in `failed`, since the
+        """Summed loss of one micro-batch with its graph, and metric sums. What a loss raises waits in `failed`, since the
         other ranks expect this one in the collectives of the backward pass; the batch counts as empty then."""
         weight = None if weight is None else weight.to(self.mesh.device)
+
+        def summed(hidden: Tensor, head: Head, loss: TokenLoss, chunk_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+            try:
+                return chunked_loss(hidden, head, batch, loss, chunk_tokens, weight)
+            except Exception as error:  # whatever it is: the other ranks must hear of it
+                failed.append(error)
+                return chunked_loss(hidden[:0], head, batch.select(0, 0), loss, chunk_tokens)
+
+        def of_values(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
+            assert value is not None
+            return summed(hidden, head, value[0], max(batch.num_targets, 1))
 
         def head_function(hidden: Tensor, head: Head) -> tuple[Tensor, dict[str, Tensor]]:
             head = pack_head(head, self.model.kernels)
             chunk_tokens = tokens_per_chunk(head, self.config.loss_chunk_tokens)
             if self.model.is_scalar:  # all scores of a batch in one chunk: a loss may compare them
                 chunk_tokens = max(batch.num_targets, 1)
-            try:
-                return chunked_loss(hidden, head, batch, token_loss, chunk_tokens, weight)
-            except Exception as error:  # whatever it is: the other ranks must hear of it
-                failed.append(error)
-                return chunked_loss(hidden[:0], head, batch.select(0, 0), token_loss, chunk_tokens)
+            loss, metrics = summed(hidden, head, token_loss, chunk_tokens)
+            if value is not None:
+                value_head = self.model.module.value_head
+                assert value_head is not None, "made with value_head=True"
+                of_value, found = value_head(hidden, of_values)
+                loss = loss + value[1] * of_value
+                metrics |= {f"critic/{name}": sums for name, sums in found.items()}
+            return loss, metrics
 
         return self.model.module(batch, head_function)
 
@@ -422,6 +451,7 @@ class HybridEngine:
         towers = model.towers if model.files else ()
         low_rank = model.adapter.low_rank if model.adapter else ()
         tensors = model.parameters() if weights is None else weights
+        tensors = {name: p for name, p in tensors.items() if name != VALUE_HEAD}
         copied = [name for name, _ in model.module.named_hf_parameters() if name.startswith(towers)] if towers else []
         save_pretrained(
             path,

@@ -43,6 +43,7 @@ from inference_v2.weights import WeightSource
 
 AUTO_CLASSES = {"exaone4_5": AutoModelForImageTextToText}  # by model_type; all others: AutoModelForCausalLM
 SCALAR_HEAD = "score.weight"  # of transformers' sequence classifiers that are decoders
+VALUE_HEAD = "value_head.weight"  # of a causal LM that is its own critic; no part of the HF model
 
 
 class ShardedModel:
@@ -66,6 +67,7 @@ class ShardedModel:
         path: str | None = None,
         frozen: frozenset[str] = frozenset(),
         adapter: lora.Adapter | None = None,
+        value_head: bool = False,
     ) -> None:
         self.config, self.mesh, self.hf_config, self.path = config, mesh, hf_config, path
         self.spec: DecoderSpec | None = spec_of(hf_config) if hf_config.model_type in REGISTRY else None
@@ -92,6 +94,7 @@ class ShardedModel:
             vocab_limit=vocab_limit,
             activation_checkpointing=trainable and config.activation_checkpointing,
             adapter=adapter,
+            value_head=_value_head(hf, config) if value_head else None,
         ).eval()
         head = self.module.head_module
         tied = any(head.weight is p for m in hf.modules() if m is not head for p in m.parameters(recurse=False))
@@ -123,10 +126,12 @@ class ShardedModel:
         tokenizer: str | None = None,
         load: bool = True,
         scalar: bool = False,
+        value_head: bool = False,
     ) -> ShardedModel:
         """A HF folder or hub name, streamed into shards: no rank ever holds more than its shards and one tensor.
 
         scalar: the backbone with a head of one row (a value or reward model); that of a folder without one starts at 0.
+        value_head: a second head of one row that starts at 0, on the same hidden states.
         config.lora: a trained model gets adapters, and the base is held in the compute dtype.
         masters: keep shards in config.master_dtype (None: if trainable); False: in the compute dtype, enough for a frozen
         teacher. load: False leaves the shards on meta until `load`: who only generates may read `files` instead.
@@ -152,6 +157,7 @@ class ShardedModel:
             vocab_limit=None if scalar else config.vocab_limit or loaded.vocab_limit,
             path=str(loaded.path),
             adapter=adapter,
+            value_head=value_head,
         )
         model.files, model._adapter_values = loaded.source, values
         if load:
@@ -230,7 +236,9 @@ class ShardedModel:
 
     @torch.no_grad()
     def _fill(self, source: WeightSource) -> None:
-        """Copy this rank's rows of every weight from `source`."""
+        """Copy this rank's rows of every weight from `source`; a value head starts at 0."""
+        if self.module.value_head is not None:
+            sharding.local(self.module.value_head.weight).zero_()
         hf = self.module.hf
         persistent = {n: b for n, b in hf.named_buffers() if n in hf.state_dict()}
         adapters = self.adapter.low_rank if self.adapter is not None else ()
@@ -321,7 +329,13 @@ class ShardedModel:
     def scores(self, batch: Batch) -> Tensor:
         """[N] fp32: what a scalar model says at each of `batch.loss_index`. Collective."""
         assert self.module.scalar, "a causal LM has no scores"
-        return self._evaluate(batch, lambda hidden, head: head_logits(head, hidden).squeeze(1))
+        return self._evaluate(batch, _scores)
+
+    def values(self, batch: Batch) -> Tensor:
+        """[N] fp32: what the value head says at each of `batch.loss_index`. Collective."""
+        value_head = self.module.value_head
+        assert value_head is not None, "made with value_head=True"
+        return self._evaluate(batch, lambda hidden, _: value_head(hidden, _scores))
 
     @contextmanager
     def head(self) -> Iterator[Head]:
@@ -371,7 +385,10 @@ class ShardedModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The sharded parameters (DTensors) by HF name; frees what is gathered, which would hide them."""
         sharding.reshard(self.module)
-        return dict(self.module.named_hf_parameters())
+        parameters: dict[str, Any] = dict(self.module.named_hf_parameters())
+        if self.module.value_head is not None:
+            parameters[VALUE_HEAD] = self.module.value_head.weight
+        return parameters
 
     def local_shards(self) -> dict[str, Tensor]:
         """This rank's rows of every parameter by HF name, sharing memory with the model."""
@@ -380,20 +397,25 @@ class ShardedModel:
     def stored_parameters(self) -> dict[str, nn.Parameter]:
         """What a checkpoint must hold: all parameters, or those of the adapter, since the base below it never changes."""
         parameters = self.parameters()
-        return parameters if self.adapter is None else {n: p for n, p in parameters.items() if n in self.adapter.tensors}
+        if self.adapter is None:
+            return parameters
+        return {n: p for n, p in parameters.items() if n in self.adapter.tensors or n == VALUE_HEAD}
 
     def base_fingerprint(self) -> str | None:
         """Of what `stored_parameters` leaves out, the same at any rank count; None: nothing. Collective the first time."""
         if self.adapter is not None and self._base_fingerprint is None:
-            base = {n: p.detach() for n, p in self.parameters().items() if n not in self.adapter.tensors}
+            stored = self.stored_parameters()
+            base = {n: p.detach() for n, p in self.parameters().items() if n not in stored}
             self._base_fingerprint = lora.fingerprint(base, self.mesh)
         return self._base_fingerprint
 
     def effective_shards(self) -> Iterator[tuple[str, Tensor]]:
         """(HF name, tensor cut like the parameter), one at a time: the parameters, those below an adapter as W + s B A in fp32.
         Collective where there is one. An average of the model is one of these, since the mean of products is no product of
-        means."""
+        means. Without a value head."""
         for name, parameter in self.parameters().items():
+            if name == VALUE_HEAD:
+                continue
             if self.adapter is None:
                 yield name, parameter.detach()
             elif name not in self.adapter.low_rank:
@@ -405,7 +427,7 @@ class ShardedModel:
         may have an adapter, which counts as part of its weights."""
         mine = self.local_shards()
         skipped = frozenset() if other.adapter is None else other.adapter.low_rank
-        if mine.keys() != other.parameters().keys() - skipped:
+        if mine.keys() != other.parameters().keys() - skipped - {VALUE_HEAD}:
             raise ValueError("lerp_: the models have different parameters; use two of one checkpoint")
         for name, tensor in other.effective_shards():
             mine[name].lerp_(sharding.local(tensor).to(mine[name]), weight)
@@ -420,6 +442,16 @@ class ShardedModel:
         if self._offloaded:
             self.module.to(self.mesh.device)
             self._offloaded = False
+
+
+def _value_head(hf: PreTrainedModel, config: HybridConfig) -> nn.Linear:
+    """On meta, in the dtype of masters."""
+    hidden_size = hf.config.get_text_config().hidden_size
+    return nn.Linear(hidden_size, 1, bias=False, device="meta", dtype=getattr(torch, config.master_dtype))
+
+
+def _scores(hidden: Tensor, head: Head) -> Tensor:
+    return head_logits(head, hidden).squeeze(1)
 
 
 def _tokenizer_size(tokenizer: Any, hf_config: PreTrainedConfig) -> int | None:

@@ -36,9 +36,12 @@ class PolicyModule(nn.Module):
         vocab_limit: int | None = None,
         activation_checkpointing: bool = False,
         adapter: Adapter | None = None,
+        value_head: nn.Linear | None = None,
     ) -> None:
+        """value_head: a second head of one row, on the same hidden states; no part of the HF model."""
         super().__init__()
         self.hf = hf
+        self.value_head = value_head
         self.adapter = adapter
         self.packs = False  # whether the decoder's attention takes packed sequences; else they are padded
         self.vocab_limit = vocab_limit
@@ -49,6 +52,8 @@ class PolicyModule(nn.Module):
         if self.scalar:
             self._scale, self._softcap = 1.0, None
         _accept_function(self.head_module, self.gathered_head)
+        if value_head is not None:
+            _accept_function(value_head, lambda: Head(value_head.weight))
         if activation_checkpointing:
             for layer in self.layers:
                 _recompute_in_backward(layer)

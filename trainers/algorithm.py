@@ -42,6 +42,8 @@ class Learner:
     prefix: str = ""
     reduction: Reduction = "token_mean"
     constant_length: int | None = None  # of reduction sum_per_constant
+    value_loss: TokenLoss | None = None  # of a value head on the same trunk
+    value_weight: float = 1.0
     on_device: Callable[[], AbstractContextManager[None]] = nullcontext  # where its weights may be elsewhere in between
 
 

@@ -18,6 +18,35 @@ from trainers.scoring import check_same_vocabulary, in_micro_batches
 from trainers.types import Rollout
 
 
+class SharedCritic:
+    """`values` from a scalar head on the policy's own trunk; its loss is added to the policy's."""
+
+    field = "values"
+    reads_policy = False
+
+    def __init__(self, config: Critic, policy: HybridEngine, *, micro_batch_tokens: int) -> None:
+        self.config, self.policy, self.micro_batch_tokens = config, policy, micro_batch_tokens
+
+    def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
+        """As CriticModel.score."""
+        model = self.policy.model
+        return in_micro_batches(self.policy, model, rollouts, self.micro_batch_tokens, model.values, value_places(rollouts))
+
+    def after_step(self) -> None:
+        """It is the policy's."""
+
+    def averages(self) -> dict[str, Tensor]:
+        return {}
+
+    def close(self) -> None:
+        """Nothing of its own is open."""
+
+
+def value_places(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """Of each rollout: the tokens before its counted ones, and its last."""
+    return [[p - 1 for p in counted_positions(r)] + [len(r.ids) - 1] for r in rollouts]
+
+
 class CriticModel:
     """`values`: for a rollout of n counted tokens [n + 1], the value read at the token before each, and at its last token."""
 
@@ -50,10 +79,9 @@ class CriticModel:
         self._move("cpu")
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Tensor]:
-        places = [[p - 1 for p in counted_positions(r)] + [len(r.ids) - 1] for r in rollouts]
         with self.on_device():
-            read = self.engine.model.scores
-            return in_micro_batches(self.policy, self.engine.model, rollouts, self.micro_batch_tokens, read, places)
+            model = self.engine.model
+            return in_micro_batches(self.policy, model, rollouts, self.micro_batch_tokens, model.scores, value_places(rollouts))
 
     @contextmanager
     def token_loss(self) -> Iterator[TokenLoss]:

@@ -104,7 +104,8 @@ def open_engine(config: RunConfig, start: str) -> HybridEngine:
     steps = config.num_updates if isinstance(config, PolicyConfig) else config.max_steps
     settings = config.engine.model_copy(update={"optimizer": config.engine.optimizer.until(steps)})
     scalar = isinstance(config, RewardRecipe)
-    return HybridEngine.from_pretrained(start, settings, tokenizer=config.model.tokenizer, scalar=scalar)
+    shared = isinstance(config, PPOConfig) and config.critic.shared_weight is not None
+    return HybridEngine.from_pretrained(start, settings, tokenizer=config.model.tokenizer, scalar=scalar, value_head=shared)
 
 
 def _finished(checkpoint: Path, config: RunConfig, run_dir: Path) -> TrainResult | None:
@@ -264,7 +265,14 @@ class Run:
         if reduction != "token_mean":
             weights = [target_weights(batch, reduction, length) for batch in batches]
             count = sum(denominator(batch, reduction) for batch in batches)
-        means = learner.engine.forward_backward(batches, token_loss, weights=weights, denominator=count)
+        means = learner.engine.forward_backward(
+            batches,
+            token_loss,
+            weights=weights,
+            denominator=count,
+            value_loss=learner.value_loss,
+            value_weight=learner.value_weight,
+        )
         return self.algorithm.summarise(means)
 
     def _mix(self, mixture: Mixture) -> dict[str, float]:

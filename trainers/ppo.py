@@ -4,6 +4,7 @@ token is -beta times its KL to the reference, plus the response's score on its l
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -12,15 +13,23 @@ from hybrid.engine import HybridEngine
 from trainers.advantages import explained_variance, gae, token_rewards, whiten
 from trainers.algorithm import Fields, Learner
 from trainers.config import PPOConfig
-from trainers.critic import CriticModel
+from trainers.critic import CriticModel, SharedCritic
+from trainers.losses.policy import value_token_loss
 from trainers.on_policy import OnPolicy, was_cut
 from trainers.types import Rollout
 
 
 class PPO(OnPolicy):
+    config: PPOConfig
+
     def __init__(self, config: PPOConfig, engine: HybridEngine, *, start: str) -> None:
         super().__init__(config, engine, start=start)
         self.gae = config.advantages
+        self.shared_weight = config.critic.shared_weight
+        if self.shared_weight is not None:
+            shared = SharedCritic(config.critic, engine, micro_batch_tokens=config.train.micro_batch_tokens)
+            self.scorers = [*self.scorers, shared]
+            return
         self.critic = CriticModel(
             config.critic,
             engine,
@@ -53,11 +62,16 @@ class PPO(OnPolicy):
         return {"advantages": advantages, "returns": returns, "values": values}, record
 
     def learners(self, step: int) -> Sequence[Learner]:
-        critic = Learner(self.critic.engine, self.critic.token_loss, prefix="critic/", on_device=self.critic.on_device)
         policy = super().learners(step)
+        if self.shared_weight is not None:
+            value_loss = value_token_loss(self.config.critic.clip)
+            return [replace(p, value_loss=value_loss, value_weight=self.shared_weight) for p in policy]
+        critic = Learner(self.critic.engine, self.critic.token_loss, prefix="critic/", on_device=self.critic.on_device)
         return [critic] if step <= self.critic.config.warmup_steps else [*policy, critic]
 
     def export(self, run_dir: Path) -> None:
         super().export(run_dir)
+        if self.shared_weight is not None:
+            return
         with self.critic.on_device():
             self.critic.engine.save_pretrained(run_dir / "critic")

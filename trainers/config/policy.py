@@ -112,6 +112,20 @@ class Critic(Strict):
     clip: float | None = Field(0.2, gt=0, description="of a value's change, as the policy's ratio is clipped")
     warmup_steps: int = Field(0, ge=0, description="steps in which only the critic learns")
     offload: bool = Field(False, description="move its shards and optimizer state to host memory between uses (CUDA)")
+    shared_weight: float | None = Field(
+        None,
+        gt=0,
+        description="no model of its own: a scalar head on the policy's trunk, under the policy's optimizer, whose loss is added "
+        "with this weight",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Critic:
+        if self.shared_weight is not None:
+            for name in ("path", "optimizer", "warmup_steps", "offload"):
+                if getattr(self, name) != Critic.model_fields[name].default:
+                    raise ValueError(f"critic.{name} with critic.shared_weight, whose critic is the policy itself; leave one out")
+        return self
 
 
 class Advantages(Strict):

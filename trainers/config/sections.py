@@ -108,7 +108,10 @@ class EvalConfig(Strict):
     every: int | None = Field(None, ge=1, description="steps between evaluations; None: before and after the run only")
     before: bool = True
     after: bool = True
-    reward: str = Field("exact_match", description="exact_match, numeric_match, math_verify, regex:PATTERN, format:PATTERN, module:function, or a URL")
+    reward: str = Field(
+        "exact_match",
+        description="exact_match, numeric_match, math_verify, regex:PATTERN, format:PATTERN, module:function, or a URL",
+    )
     max_new_tokens: int = Field(128, ge=1)
     samples: int = Field(4, ge=0, description="completions written to the table at each evaluation")
     stop: tuple[str, ...] = Field((), strict=False)
