@@ -97,7 +97,7 @@ class LoraConfig(Strict):
         fixed = ("r", "alpha", "target_modules", "exclude", "rslora", "init")
         given = [name for name in fixed if getattr(self, name) != LoraConfig.model_fields[name].default]
         if self.path is not None and given:
-            raise ValueError(f"{given[0]} with path={self.path}, whose {given[0]} holds; allowed with path: dropout, seed")
+            raise ValueError(f"{given[0]} is given and path={self.path} has its own; allowed with path: dropout, seed")
         return self
 
 

@@ -533,7 +533,7 @@ def test_without_peft_the_line_that_installs_it_is_given(folder, monkeypatch):
         ({"r": 0}, r"lora\.r: "),
         ({"target_modules": []}, r"target_modules=\[\]"),
         ({"target_modules": "q_proj"}, r"lora\.target_modules"),
-        ({"path": "x", "r": 4}, "r with path=x"),
+        ({"path": "x", "r": 4}, "r is given and path=x has its own"),
         ({"bias": "all"}, r"lora\.bias is unknown"),
     ],
     ids=str,

@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from recipes.preflight import check_files
 from recipes.settings import RECIPES, SettingsError, find_recipe, known_keys, load_settings, parse_override
 from trainers.config import OPSDConfig
 
@@ -175,6 +176,19 @@ def test_so_are_those_of_policy_optimisation(write):
     assert (config.rewards[0].model, config.rewards[1].recipe) == ("mine/judge", "mine/r.yaml")
     write("{}", "judge/config.json")
     assert (load_settings(name).critic.path, load_settings(name).rewards[0].model) == ("judge", "judge")
+
+
+def test_so_is_an_adapter_which_must_be_there_before_anything_starts(write):
+    name = write(MINIMAL + "engine: {lora: {path: adapter}}", "mine/r.yaml")
+    for file in ("student/config.json", "teacher/config.json", "mine/rows.jsonl", "mine/adapter/adapter_config.json"):
+        write("{}", file)
+    write("{}", "rows.jsonl")
+    assert load_settings(name).engine.lora.path == "mine/adapter"
+    check_files(load_settings(name, ["model.path=./student", "teacher.path=./teacher"]))
+    Path("mine/adapter/adapter_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"engine\.lora\.path=mine/adapter: no adapter folder there"):
+        check_files(load_settings(name, ["model.path=./student", "teacher.path=./teacher"]))
+    assert "rank: unknown key" in refused(name, "engine.lora.rank=3")[0]
 
 
 def test_a_missing_recipe_names_the_nearest_shipped_one():
