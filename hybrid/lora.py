@@ -47,8 +47,8 @@ Values = Callable[[str, tuple[int, ...]], Tensor | None]  # name, shape -> the w
 
 
 class Adapter:
-    """The adapter of one model. `tensors` names what is trained: A and B of every adapted weight (`low_rank`), and a scalar
-    model's head.
+    """The adapter of one model. `tensors` names what is trained: A and B of every adapted weight (`low_rank`), and the head of a
+    scalar model (`whole`), which has nothing to be low-rank beside.
 
     Names are Hugging Face's, as if nothing were adapted, and `MODULE.lora_A.weight`, `MODULE.lora_B.weight`.
     """
@@ -73,14 +73,14 @@ class Adapter:
         self.low_rank = frozenset(
             f"{path.removesuffix('weight')}{part}.weight" for path in self.layers for part in ("lora_A", "lora_B")
         )
-        self._whole = frozenset({"score.weight"} if hf.get_output_embeddings() is None else ())
-        self.tensors = self.low_rank | self._whole
+        self.whole = frozenset({"score.weight"} if hf.get_output_embeddings() is None else ())
+        self.tensors = self.low_rank | self.whole
 
     def hf_name(self, name: str) -> str:
         return self._renamed.get(name, name)
 
     def _let_switch(self, layer: Any) -> None:
-        """peft's own switch also turns requires_grad off, which FSDP reads once and for all at the first forward."""
+        """peft's own switch turns requires_grad off too, by which FSDP settles at the first forward how it reduces gradients."""
         plain = layer.forward
 
         def forward(module: Any, x: Tensor) -> Tensor:
@@ -201,8 +201,7 @@ class AdaptedSource(ShardedSource):
     def __init__(self, adapter: Adapter, *given: Any, on: bool, **options: Any) -> None:
         super().__init__(*given, **options)
         self._adapter, self._on = adapter, on
-        owners = {adapter.hf_name(name): owner for name, owner in self._owners.items()}
-        self._owners = owners
+        self._owners = {adapter.hf_name(name): owner for name, owner in self._owners.items()}
         self._names = [name for name in map(adapter.hf_name, self._names) if name not in adapter.low_rank]
 
     def get(self, name: str, rows: slice | None = None) -> Tensor:
@@ -366,8 +365,8 @@ def save_adapter(path: Path, adapter: Adapter, parameters: Mapping[str, Tensor],
     settings = dataclasses.replace(adapter.config)
     settings.target_modules = _plain_list(settings.target_modules)
     settings.base_model_name_or_path, settings.inference_mode = base, True
-    settings.task_type = "SEQ_CLS" if adapter._whole else "CAUSAL_LM"
-    settings.modules_to_save = ["score"] if adapter._whole else None
+    settings.task_type = "SEQ_CLS" if adapter.whole else "CAUSAL_LM"
+    settings.modules_to_save = ["score"] if adapter.whole else None
 
     def write(folder: Path) -> None:
         whole = (_gathered(parameters[name]) for name in names)

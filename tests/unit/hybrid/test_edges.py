@@ -424,8 +424,8 @@ def test_a_checkpoint_below_a_file_is_one_line(folder, tmp_path):
 
 
 def test_a_buffer_without_dimension_is_loaded(folder, tmp_path, monkeypatch):
-    def build(*args):
-        hf = build_on_meta(*args)
+    def build(*args, **options):
+        hf = build_on_meta(*args, **options)
         hf.model.register_buffer("gate", torch.zeros(()))
         return hf
 
