@@ -20,6 +20,7 @@ from trainers.critic import CriticModel
 from trainers.data.order import PromptStream
 from trainers.data.prompts import load_prompts
 from trainers.new_model import character_tokenizer
+from trainers.on_policy import OnPolicy
 from trainers.rewards import Rewards
 
 
@@ -339,10 +340,18 @@ def cross_entropy_gradient(folder: Path, rows: list[tuple[list[int], int]]):
 # -- dynamic sampling
 
 
-def test_dynamic_sampling_draws_until_enough_groups_differ(make):
+def test_dynamic_sampling_draws_until_enough_groups_differ(make, monkeypatch):
     """What is trained on has rewards that differ within each group; what is reported is of all that was drawn."""
     tree = make("grpo", **{"max_steps": 3, "dynamic_sampling": {"max_batches": 4}, "rewards": [{"name": "rl_cases:starts_low"}],
                            "rollout.prompts_per_step": 3})  # fmt: skip
+    draws, judged = [], OnPolicy.judged
+
+    def noted(self, prompts):
+        rollouts, metrics = judged(self, prompts)
+        draws.append([r.reward for r in rollouts])
+        return rollouts, metrics
+
+    monkeypatch.setattr(OnPolicy, "judged", noted)
     with recording() as found:
         _, records = run(tree)
     assert any(record["dynamic_drawn"] > 3 for record in records.values())
@@ -353,9 +362,11 @@ def test_dynamic_sampling_draws_until_enough_groups_differ(make):
         assert all(len(values) == 2 and len(set(values)) == 2 for values in groups.values())
         assert len(groups) <= 3
         assert records[step]["no_signal"] == 0
-        assert records[step]["reward_std"] == pytest.approx(
-            (records[step]["reward_mean"] * (1 - records[step]["reward_mean"])) ** 0.5, abs=1e-9
-        )  # of zeros and ones
+        rewards = [reward for _ in range(int(records[step]["dynamic_drawn"]) // 3) for reward in draws.pop(0)]
+        mean = sum(rewards) / len(rewards)
+        assert records[step]["reward_mean"] == records[step]["reward/rl_cases:starts_low"] == pytest.approx(mean)
+        assert records[step]["reward_std"] == pytest.approx((mean * (1 - mean)) ** 0.5, abs=1e-9)  # of zeros and ones
+    assert not draws
 
 
 def test_dynamic_sampling_makes_do_with_nothing(make, folder):

@@ -38,6 +38,7 @@ METHODS = {
         "reward_kl": {"beta": 0.1, "target": 0.05, "horizon": 20}, "shaping": {"normalise": "whiten", "mask_truncated": True},
         "loss.entropy": 0.01, "rollout.prompts_per_step": 5,
     }),
+    "shared": ("ppo", UPDATES | {"critic": {"shared_weight": 0.3}, "reward_kl.beta": 0.1, "ema_decay": 0.5}),
     "grpo": ("grpo", UPDATES | {"loss.kl": 0.1, "shaping.missing_eos_penalty": 0.5, "loss.reduction": "sequence_mean"}),
     "dapo": ("grpo", UPDATES | {
         "dynamic_sampling": {"max_batches": 3}, "rewards": [{"name": "rl_cases:starts_low"}], "loss.clip_high": 0.28,
@@ -56,7 +57,7 @@ def test_a_step_does_not_depend_on_ranks_and_micro_batches(make, pool2, folder, 
     statistics over all ranks, KLs and rewards; packed and padded. With one prompt a step, rank 1 has nothing to do."""
     recipe, changes = METHODS[name]
     changes = changes | {"reference.path": str(folder / "other")}
-    folders = ["model", "critic"] if recipe == "ppo" else ["model"]
+    folders = {"ppo": ["model", "critic"], "shared": ["model", "model_ema"]}.get(name, ["model"])
     whole = make(recipe, "whole", **changes, **{"train.micro_batch_tokens": 1000})
     expected = run_and_watch(whole)
     for ranks, tokens in ((2, 1000), (1, 12), (2, 12)):

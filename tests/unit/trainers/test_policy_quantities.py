@@ -75,6 +75,11 @@ class Loops:
         self.temperature = config.rollout.sampling.temperature
         self.policy = in_double(config.model.path, AutoModelForCausalLM)
         self.critic = in_double(config.critic.path, AutoModelForSequenceClassification) if isinstance(config, PPOConfig) else None
+        self.shared = config.critic.shared_weight if isinstance(config, PPOConfig) else None
+        if self.shared is not None:  # the policy's own hidden states, under a further head of zeros
+            self.policy.score = torch.nn.Linear(self.policy.config.hidden_size, 1, bias=False, dtype=torch.float64)
+            torch.nn.init.zeros_(self.policy.score.weight)
+            self.critic = self.policy
         reference = config.reference and in_double(config.reference.path or config.model.path, AutoModelForCausalLM)
         self.responses = [Response(r, places_of(r)) for r in rollouts]
         with torch.no_grad():
@@ -217,6 +222,7 @@ class Loops:
         for x in counted:
             rows = x.log_rows(self.policy, self.temperature)
             lp = x.taken(rows)
+            errors = None if self.shared is None else self.value_errors(x)
             mean_log = sum(a.item() - b for a, b in zip(lp, x.old, strict=True)) / len(lp)
             tokens[x.rollout.ids] = []
             for t, a in enumerate(x.advantage):
@@ -246,24 +252,30 @@ class Loops:
                     "sum_per_constant": (loss.constant_length or 0) * len(counted),
                 }[loss.reduction]
                 total = total + term / divisor
+                if errors is not None:
+                    assert self.shared is not None
+                    total = total + self.shared * errors[t] / divisor
         descend(self.policy, total, config.engine.optimizer.lr)
         return total.item(), tokens
 
+    def value_errors(self, x: Response) -> list[Tensor]:
+        """Of each token."""
+        assert isinstance(self.config, PPOConfig)
+        clip, values, errors = self.config.critic.clip, x.values_of(self.critic), []
+        for t, target in enumerate(x.returns or ()):
+            error = (values[t] - target) ** 2
+            if clip is not None:
+                assert x.value is not None
+                near = min(max(values[t], x.value[t] - clip), x.value[t] + clip)
+                error = max(error, (near - target) ** 2)
+            errors.append(error / 2)
+        return errors
+
     def update_critic(self) -> float:
-        config = self.config
-        assert isinstance(config, PPOConfig)
-        total, clip = torch.zeros((), dtype=torch.float64), config.critic.clip
+        assert isinstance(self.config, PPOConfig)
         num_tokens = sum(len(x.places) for x in self.counted())
-        for x in self.counted():
-            values = x.values_of(self.critic)
-            for t, target in enumerate(x.returns or ()):
-                error = (values[t] - target) ** 2
-                if clip is not None:
-                    assert x.value is not None
-                    near = min(max(values[t], x.value[t] - clip), x.value[t] + clip)
-                    error = max(error, (near - target) ** 2)
-                total = total + error / 2 / num_tokens
-        descend(self.critic, total, config.critic.optimizer.lr)
+        total = sum(sum(self.value_errors(x)) for x in self.counted()) / num_tokens
+        descend(self.critic, total, self.config.critic.optimizer.lr)
         return total.item()
 
 
@@ -299,6 +311,7 @@ CASES: dict[str, dict[str, Any]] = {
         "mismatch": {"correct": "truncate", "high": 1.1}, "loss.reduction": "sum_per_constant", "loss.constant_length": 7,
         "loss.kl": 0.2,
     },
+    "ppo, shared trunk": {"critic": {"shared_weight": 0.3, "clip": 0.1}, "loss.reduction": "sequence_mean"},
     "grpo": {"loss.kl": 0.4, "loss.kl_estimator": "k3_value", "loss.clip_high": 0.28},
     "grpo, truncated masked": {"shaping": {"mask_truncated": True, "clip": 2.0}, "reward_kl.beta": 0.3},
     "dr_grpo": {"loss.reduction": "sum_per_constant", "loss.constant_length": 5, "reward_kl": {"beta": 0.2, "estimator": "k3"}},
@@ -357,9 +370,10 @@ def test_a_step_is_that_of_the_loops(folder, tmp_path, name, attention):
     for call in found.of(scalar=True):
         assert call["means"]["loss"] == pytest.approx(loops.update_critic(), rel=1e-5)
     assert {n: records[1][n] for n in loops.metrics} == pytest.approx(loops.metrics, rel=1e-5, abs=1e-5)
-    left = parts(tree, "model", *(["critic"] if loops.critic is not None else []))
+    apart = loops.critic is not None and loops.shared is None
+    left = parts(tree, "model", *(["critic"] if apart else []))
     assert_weights(left["model"], loops.policy)
-    if loops.critic is not None:
+    if apart:
         assert_weights(left["critic"], loops.critic)
     assert records[1]["clipped_low"] + records[1]["clipped_high"] > 0
 
@@ -369,6 +383,8 @@ NAMES = {"returns": "returns", "values": "value", "mismatch_weights": "weight"}
 
 def assert_weights(found: dict[str, Tensor], expected: Any) -> None:
     wanted = dict(expected.named_parameters())
+    if hasattr(expected, "lm_head"):
+        wanted.pop("score.weight", None)  # a critic's on this trunk, in no export
     assert found.keys() == wanted.keys()
     for name, tensor in found.items():
         torch.testing.assert_close(tensor.double(), wanted[name].detach(), rtol=0, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
