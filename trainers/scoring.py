@@ -256,6 +256,8 @@ def open_teacher(
         offload=teacher.offload,
         decay=decay,
     )
+    if decay is not None and config.lora is not None and config.lora.path is not None:
+        options["model"].lerp_(engine.model, 1.0)  # the student's start is the folder with that adapter
     return TeacherScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, ema_decay=decay, **options)
 
 
@@ -293,7 +295,13 @@ def _open_base(engine: HybridEngine, *, scoring: Literal["auto", "engine", "modu
     chosen = _scoring(scoring, engine.model)
     if chosen == "module":
         return {"model": engine.model, "scoring": chosen, "adapter": False}
-    generation = Generation(engine.model, on_leave="offload" if offload else "keep", keep_pool=False, adapter=False)
+    generation = Generation(
+        engine.model,
+        on_leave="offload" if offload else "keep",
+        keep_pool=False,
+        from_files=engine.model.files is not None,
+        adapter=False,
+    )
     return {"model": engine.model, "scoring": chosen, "generation": generation, "adapter": False}
 
 
