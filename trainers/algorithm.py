@@ -22,6 +22,7 @@ from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from trainers.config import RunConfig
 from trainers.data.order import DrawnPrompt
+from trainers.environments.conversations import Conversations
 from trainers.evaluation import Evaluator
 from trainers.losses.reductions import Reduction
 from trainers.rollout import require_room
@@ -86,6 +87,7 @@ class Algorithm(ABC):
     scorers: Sequence[Scorer] = ()
     unit: int = 1  # so many rollouts in a row stay in one micro-batch
     samples_again: bool = False  # whether `rollouts` may generate several times
+    conversations: Conversations | None = None  # where responses have several turns, of evaluations too
     samples_elsewhere: bool = False  # whether another engine than the one that trains generates
     others: Mapping[str, HybridEngine] = MappingProxyType({})  # models that learn beside the policy, for checkpoints
 
@@ -130,7 +132,7 @@ class Algorithm(ABC):
     def open_evaluator(self, prompts: Sequence[Prompt]) -> EvaluatesHeldOut:
         """Raises ValueError for prompts that it cannot score."""
         require_room(prompts, self.engine.max_model_len, max_new_tokens=self.config.eval.max_new_tokens)
-        return Evaluator(self.config.eval, prompts)
+        return Evaluator(self.config.eval, prompts, self.conversations)
 
     # -- state
 

@@ -9,6 +9,7 @@ from typing import Any
 from hybrid.engine import HybridEngine
 from trainers.config import EvalConfig
 from trainers.data.order import DrawnPrompt
+from trainers.environments.conversations import Conversations, last_turn
 from trainers.rewards import Rewards, from_name
 from trainers.rollout import sample_rollouts
 from trainers.types import Prompt, Rollout
@@ -33,15 +34,23 @@ class Evaluation:
 class Evaluator:
     """Raises ValueError at construction for an unknown reward, or a prompt without the answer that a built-in reward needs."""
 
-    def __init__(self, config: EvalConfig, prompts: Sequence[Prompt]) -> None:
-        self.config, self.prompts = config, prompts
+    def __init__(self, config: EvalConfig, prompts: Sequence[Prompt], conversations: Conversations | None = None) -> None:
+        """`conversations`: prompts are completed in several turns, and the policy's last one is scored."""
+        self.config, self.prompts, self.conversations = config, prompts, conversations
+        if conversations is not None:
+            conversations.check(prompts)
         self.rewards = Rewards([from_name(config.reward)])
         self.rewards.check(prompts)
 
     def run(self, engine: HybridEngine) -> Evaluation:
         """Collective: each rank completes and scores its share."""
-        completed = sample_rollouts(engine, [DrawnPrompt(prompt, epoch=0) for prompt in self.prompts], self.config.sampling)
-        scores = self.rewards.score(completed)
+        drawn = [DrawnPrompt(prompt, epoch=0) for prompt in self.prompts]
+        if self.conversations is None:
+            completed = answers = sample_rollouts(engine, drawn, self.config.sampling)
+        else:
+            completed = self.conversations.sample(drawn, self.config.sampling)
+            answers = [replace(r, text=last_turn(r, engine.tokenizer)) for r in completed]
+        scores = self.rewards.score(answers)
         rollouts = [replace(r, reward=s.total) for r, s in zip(completed, scores, strict=True)]
         *totals, failures = engine.mesh.sum(
             [

@@ -46,7 +46,7 @@ class OnPolicy(Algorithm):
         self.prompts_per_step = config.rollout.prompts_per_step
         self.temperature = config.rollout.sampling.temperature
         self.sampler = Sampler(config, config.rollout, engine)
-        self.samples_elsewhere = self.sampler.is_foreign
+        self.samples_elsewhere, self.conversations = self.sampler.is_foreign, self.sampler.conversations
         options: dict[str, Any] = {"micro_batch_tokens": config.train.micro_batch_tokens}
         self.rewards = RewardScorer(config.rewards, engine, config.engine, **options)
         scorers: list[Scorer] = []

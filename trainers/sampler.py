@@ -24,10 +24,10 @@ class Sampler:
         self.sampling = rollout.sampling.params(num_samples=rollout.samples_per_prompt, seed=run.seed)
         check_sampling(rollout.backend, self.sampling)
         self._generator = open_generator(rollout, engine)
-        self._conversations = None
+        self.conversations = None
         if rollout.environment is not None:
             variables = run.data.chat_template_kwargs
-            self._conversations = Conversations(rollout.environment, engine, chat_template_kwargs=variables)
+            self.conversations = Conversations(rollout.environment, engine, chat_template_kwargs=variables)
 
     @property
     def is_foreign(self) -> bool:
@@ -37,19 +37,19 @@ class Sampler:
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError naming a row that leaves a response no room, or that the environment refuses."""
         require_room(prompts, self.engine.max_model_len, max_new_tokens=self.sampling.max_new_tokens)
-        if self._conversations is not None:
-            self._conversations.check(prompts)
+        if self.conversations is not None:
+            self.conversations.check(prompts)
 
     def draw(self, prompts: Sequence[DrawnPrompt]) -> tuple[list[Rollout], dict[str, float]]:
         """This rank's share of the responses to the prompts of all ranks, and metrics. Collective."""
-        if self._conversations is None:
+        if self.conversations is None:
             return sample_rollouts(self._generator, prompts, self.sampling), {}
-        rollouts = self._conversations.sample(prompts, self.sampling)
+        rollouts = self.conversations.sample(prompts, self.sampling)
         return rollouts, conversation_statistics(rollouts, self.engine.mesh)
 
     def answers(self, rollouts: Sequence[Rollout]) -> list[Rollout]:
         """The rollouts as rewards read them: with the policy's last turn as their text."""
-        if self._conversations is None:
+        if self.conversations is None:
             return list(rollouts)
         return [replace(r, text=last_turn(r, self.engine.tokenizer)) for r in rollouts]
 

@@ -16,11 +16,13 @@ from trainer_cases import CHARACTERS, tiny_folder
 from hybrid.config import HybridConfig
 from hybrid.engine import HybridEngine
 from inference_v2.types import Request, SamplingParams
+from trainers.config import EvalConfig
 from trainers.data.batching import counted_positions, pack
 from trainers.data.order import DrawnPrompt
 from trainers.environments.config import EnvironmentConfig
 from trainers.environments.conversations import Conversations, conversation_statistics, last_turn
 from trainers.environments.environment import Reply
+from trainers.evaluation import Evaluator
 from trainers.rollout import sample_rollouts
 from trainers.types import Prompt, Rollout
 
@@ -353,3 +355,18 @@ def test_few_seats_change_nothing(tmp_path, engine, samples):
     rollouts = [conversations(e).sample(DRAWN, sampling) for e in (few, engine)]
     assert [r.ids for r in rollouts[0]] == [r.ids for r in rollouts[1]]
     few.close()
+
+
+def test_an_evaluation_has_the_same_turns_and_scores_the_last(engine):
+    """Greedy, as `sample` of the same prompts; a reward that reads the whole response would find the first turn's text too."""
+    prompts = [d.prompt for d in DRAWN]
+    made = conversations(engine)
+    config = EvalConfig(reward="regex:^.{0,8}$", max_new_tokens=8, samples=5, stop=tuple(CHARACTERS[:8]))
+    evaluation = Evaluator(config, prompts, made).run(engine)
+    expected = made.sample(DRAWN, config.sampling)
+    assert [r.ids for r in evaluation.samples] == [r.ids for r in expected]
+    assert all(len(last_turn(r, engine.tokenizer)) <= 8 for r in expected)
+    several = [r for r in expected if any(s.source == "environment" for s in r.spans)]
+    assert several, "some conversation has two turns"
+    assert any(len(r.text) > 8 for r in several)
+    assert evaluation.reward == 1.0
