@@ -202,10 +202,10 @@ def test_a_right_answer_gets_the_top_reward(folder):
 
 
 def test_rows_without_the_answer_that_a_reward_needs(folder):
-    bare = write_rows(folder / "bare.jsonl", [{"prompt": "1+1="}])
+    bare = write_rows(folder / "bare.jsonl", [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2="}])
     found = of(rows("grpo", folder, **{"data.train": bare}), "reward")[0]
     assert found.level == "FAIL"
-    assert "row 0 of the data has no answer; fill data.answer_column" in found.found
+    assert "row 1 of the data has no answer; fill data.answer_column" in found.found
 
 
 def test_answers_that_no_completion_equals(folder):
