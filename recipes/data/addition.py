@@ -46,7 +46,18 @@ def _row(pair: tuple[int, int]) -> dict[str, str]:
 
 
 def _with_wrong(pairs: list[tuple[int, int]], seed: int) -> Iterator[dict[str, str]]:
+    """Wrong answers of three kinds: any number, one digit replaced, and a little more or less."""
     rng = random.Random(seed)
     for a, b in pairs:
-        wrong = a + b + rng.choice((-10, -2, -1, 1, 2, 10))
-        yield {"prompt": f"{a}+{b}=", "chosen": str(a + b), "rejected": str(wrong)}
+        right = str(a + b)
+        wrong = right
+        while wrong == right:
+            kind = rng.randrange(3)
+            place = rng.randrange(len(right))
+            if kind == 0:
+                wrong = str(rng.randint(20, 198))
+            elif kind == 1:
+                wrong = right[:place] + str(rng.randint(0, 9)) + right[place + 1 :]
+            else:
+                wrong = str(a + b + rng.choice((-10, -1, 1, 10)))
+        yield {"prompt": f"{a}+{b}=", "chosen": right, "rejected": wrong}
