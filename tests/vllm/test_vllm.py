@@ -138,6 +138,8 @@ def test_every_stop_id_ends_a_response_and_is_part_of_it(engine, generator):
     for completion in found:
         assert not {1, 5, 20} & set(completion.token_ids[:-1])
         assert (completion.token_ids[-1] in (1, 5, 20)) == (completion.finish_reason == "stop")
+    held_back = SamplingParams(max_new_tokens=20, min_new_tokens=10, num_samples=16)  # the model's own ends too
+    assert all(len(c.token_ids) >= 10 for c in flat(generator.generate_together(PROMPTS[:3], held_back)))
     ignoring = SamplingParams(max_new_tokens=60, num_samples=8, ignore_eos=True)
     assert all(c.finish_reason == "length" for c in flat(generator.generate_together(PROMPTS[:1], ignoring)))
 
@@ -205,7 +207,9 @@ def _two_ranks(folder: str) -> dict[str, object]:
         assert_same(mine, engine.generate_together(PROMPTS, GREEDY))
         rounds.append({i: (c.token_ids, c.weight_version) for i, (c,) in mine.items()})
         train_a_step(engine)
+    folders = []
     if engine.rank == 0:
+        folders.append(str(generator._worker.folder))
         os.kill(generator._worker.pid, signal.SIGKILL)
     errors = []
     for _ in range(2):
@@ -215,7 +219,7 @@ def _two_ranks(folder: str) -> dict[str, object]:
             errors.append(str(error))
     generator.close()
     engine.close()
-    return {"rounds": rounds, "errors": errors}
+    return {"rounds": rounds, "errors": errors, "folders": folders}
 
 
 def test_two_ranks_share_one_worker_and_both_hear_of_its_death(pool2, tmp_path):
@@ -228,4 +232,6 @@ def test_two_ranks_share_one_worker_and_both_hear_of_its_death(pool2, tmp_path):
         assert len({version for _, version in (*first.values(), *second.values())}) == 1
     assert all(len(rank["errors"]) == 2 for rank in ranks)
     assert all("rank 0: the vLLM worker, asked to load: it has ended (SIGKILL)" in e for rank in ranks for e in rank["errors"])
-    assert not list(Path("/dev/shm").glob("hybrid-vllm-*"))
+    (folder,) = ranks[0]["folders"]
+    assert folder.startswith("/dev/shm/")
+    assert not Path(folder).exists()

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -204,7 +205,8 @@ def main() -> None:
         answers.write(json.dumps(result).encode() + b"\n")
         answers.flush()
 
-    serve(sys.stdin.buffer, answer)
+    with suppress(BrokenPipeError):  # the parent has gone while it waited
+        serve(sys.stdin.buffer, answer)
     leave(folder)
 
 
