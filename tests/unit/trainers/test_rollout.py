@@ -133,7 +133,11 @@ def test_opsd_draws_the_coin_by_step(engine):
     )  # fmt: skip
     prompt = Prompt(index=0, ids=(4, 5), text="", response="x", response_ids=(6, 1))
     algorithm = OPSD(config, engine, teacher=None)
-    sources = [algorithm.rollouts(step, [DrawnPrompt(prompt, 0)])[0].spans[0].source for step in range(12)]
-    assert set(sources) == {"given", "policy"}
-    assert sources == [algorithm.rollouts(step, [DrawnPrompt(prompt, 0)])[0].spans[0].source for step in range(12)]
+
+    def sources() -> list[str]:
+        steps = [algorithm.rollouts(step, lambda count: [DrawnPrompt(prompt, 0)]) for step in range(12)]
+        return [rollouts[0].spans[0].source for rollouts, _ in steps]
+
+    assert set(sources()) == {"given", "policy"}
+    assert sources() == sources()
     assert make_batches([], 10) == []
