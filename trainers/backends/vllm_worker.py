@@ -187,6 +187,16 @@ def leave(folder: Path) -> None:
     os._exit(0)  # vLLM's threads are not waited for
 
 
+def exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
 def watch(parent: int, folder: Path) -> None:
     while os.getppid() == parent:
         time.sleep(WATCH_S)
@@ -196,6 +206,8 @@ def watch(parent: int, folder: Path) -> None:
 def main() -> None:
     parent, folder = int(sys.argv[1]), Path(sys.argv[2])
     if os.getppid() != parent:
+        if not exists(parent):  # it was killed before this line was reached
+            leave(folder)
         sys.exit(f"started by process {os.getppid()}, not by {parent}: give the interpreter itself, no program that starts it")
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what vLLM prints is log
