@@ -95,6 +95,18 @@ def test_every_setting_means_what_it_means_to_the_engine(both, changes):
     assert {c.finish_reason for i in (5, 6) for c in found[i]} == {"abort"}
 
 
+def test_adapters_are_part_of_the_weights(tmp_path):
+    engine, generator = open_both(tmp_path, lora={"r": 4})
+    before = generator.generate_together(PROMPTS, GREEDY)
+    for _ in range(3):
+        engine.forward_backward([pack(ragged_sequences())], cross_entropy)
+        engine.optim_step()
+    after = generator.generate_together(PROMPTS, GREEDY)
+    assert_same(after, engine.generate_together(PROMPTS, GREEDY))
+    assert [c.logprobs_raw for c in flat(after)] != [c.logprobs_raw for c in flat(before)]
+    engine.close()
+
+
 def test_completions_carry_the_version_of_their_weights(both):
     engine, generator = both
     before = engine.weight_version
