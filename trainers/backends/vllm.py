@@ -284,7 +284,7 @@ class Worker:
         self._number += 1
         left = memoryview(json.dumps({"verb": verb, "number": self._number, **fields}).encode() + b"\n")
         while left:
-            if not select.select([], [self._stdin], [], self._seconds_left())[1]:
+            if not ready(self._stdin, select.POLLOUT, self._seconds_left()):
                 self._fail_late("it did not take that")
             try:
                 left = left[os.write(self._stdin, left) :]
@@ -304,7 +304,7 @@ class Worker:
                     log = f"; {self._tail()}" if self._verb == "start" else ""
                     raise WorkerError(f"the vLLM worker could not {self._verb}: {answer['error']}{log}")
                 return answer
-            if not select.select([self._stdout], [], [], max(0.0, end - time.monotonic()))[0]:
+            if not ready(self._stdout, select.POLLIN, max(0.0, end - time.monotonic())):
                 if time.monotonic() < self._deadline:
                     return None
                 self._fail_late("no answer")
@@ -370,3 +370,10 @@ def _completions(place: int, prompt: Sequence[int], samples: Sequence[Any], answ
     if answers.sampling.temperature == 0:
         samples = [(ids, [0.0] * len(ids), raw) for ids, _, raw in samples] * answers.sampling.num_samples
     return [answers.completion(place, index, prompt, *sample) for index, sample in enumerate(samples)]
+
+
+def ready(descriptor: int, event: int, seconds: float) -> bool:
+    """Whether it can be read or written within `seconds`. By poll: select refuses numbers above 1023, which ranks reach."""
+    poll = select.poll()
+    poll.register(descriptor, event)
+    return bool(poll.poll(seconds * 1000))
