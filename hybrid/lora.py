@@ -142,7 +142,8 @@ class Adapter:
 
 
 def inject(hf: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> tuple[Adapter, Values]:
-    """Put adapters into `hf`: A and B on meta, in `dtype`, with the values they start from. All else is frozen.
+    """Put adapters into `hf`: A and B on meta, with the values they start from. They and the head of a scalar model become
+    `dtype`; all else is frozen.
 
     Raises ValueError for a missing peft, a folder that is none of peft's, and targets that cannot be adapted.
     """
@@ -170,6 +171,8 @@ def inject(hf: PreTrainedModel, config: LoraConfig, dtype: torch.dtype) -> tuple
     for layer in adapter.layers.values():
         for part in (layer.lora_A, layer.lora_B):
             part[adapter.name].to(dtype)
+    for name in adapter.whole:
+        hf.get_submodule(name.removesuffix(".weight")).to(dtype)
     return adapter, _initial(config) if config.path is None else _folder_values(Path(config.path), adapter)
 
 

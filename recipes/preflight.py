@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,11 @@ def check_files(config: RunConfig) -> None:
         for key, path in (("model.path", run.model.path), ("teacher.path", getattr(getattr(run, "teacher", None), "path", None))):
             if path is not None and _looks_local(path) and not Path(path, "config.json").is_file():
                 raise FileNotFoundError(f"{key}={path}: no Hugging Face folder there (no config.json)")
+        vllm = getattr(getattr(run, "rollout", None), "vllm", None)
+        if vllm is not None and shutil.which(Path(vllm.python).expanduser()) is None:
+            raise FileNotFoundError(
+                f"rollout.vllm.python={vllm.python}: no program there; allowed: a Python that has vllm installed"
+            )
         adapter = None if run.engine.lora is None else run.engine.lora.path
         if adapter is not None and not Path(adapter, "adapter_config.json").is_file():
             raise FileNotFoundError(f"engine.lora.path={adapter}: no adapter folder there (no adapter_config.json)")

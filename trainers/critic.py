@@ -47,6 +47,13 @@ def value_places(rollouts: Sequence[Rollout]) -> list[list[int]]:
     return [[p - 1 for p in counted_positions(r)] + [len(r.ids) - 1] for r in rollouts]
 
 
+def critic_settings(policy: HybridConfig) -> HybridConfig:
+    """The policy's, but for what is about its vocabulary and its parameters' names. Where that goes on from an adapter, which is
+    not the critic's, the critic gets one of the default shape."""
+    lora = policy.lora if policy.lora is None or policy.lora.path is None else LoraConfig()
+    return policy.model_copy(update={"vocab_limit": None, "freeze": (), "lora": lora})
+
+
 class CriticModel:
     """`values`: for a rollout of n counted tokens [n + 1], the value read at the token before each, and at its last token."""
 
@@ -68,9 +75,7 @@ class CriticModel:
         `num_updates`. Raises ValueError for another vocabulary."""
         self.config, self.policy, self.micro_batch_tokens = config, policy, micro_batch_tokens
         optimizer = config.optimizer.until(num_updates)
-        # Where the policy goes on from an adapter, which is not the critic's, the critic gets one of the default shape.
-        lora = settings.lora if settings.lora is None or settings.lora.path is None else LoraConfig()
-        own = settings.model_copy(update={"optimizer": optimizer, "vocab_limit": None, "freeze": (), "lora": lora})
+        own = critic_settings(settings).model_copy(update={"optimizer": optimizer})
         named = tokenizer if config.path is None else None
         self.engine = HybridEngine.from_pretrained(config.path or start, own, tokenizer=named, scalar=True)
         if config.path is not None and policy.tokenizer is not None:

@@ -45,8 +45,6 @@ class OnPolicy(Algorithm):
         self.config, self.engine = config, engine
         self.prompts_per_step = config.rollout.prompts_per_step
         self.temperature = config.rollout.sampling.temperature
-        self.sampler = Sampler(config, config.rollout, engine)
-        self.samples_elsewhere, self.conversations = self.sampler.is_foreign, self.sampler.conversations
         options: dict[str, Any] = {"micro_batch_tokens": config.train.micro_batch_tokens}
         self.rewards = RewardScorer(config.rewards, engine, config.engine, **options)
         scorers: list[Scorer] = []
@@ -69,11 +67,15 @@ class OnPolicy(Algorithm):
         self.moments = RunningMoments()  # of all scores so far
         self._responses: list[Key] = []  # of the step, on all ranks, in one order
         self._first = True  # whether the next update is the step's first, under the weights of the rollout
+        # Last: it may start a process, which nobody would close if something else were refused after it.
+        self.sampler = Sampler(config, config.rollout, engine)
+        self.samples_elsewhere, self.conversations = config.rollout.is_foreign, self.sampler.conversations
 
     @property
     def _recomputes(self) -> bool:
         asked = self.config.updates.old_logprobs
-        return asked == "recompute" or (asked == "auto" and (self.sampler.is_foreign or self.config.mismatch.correct != "off"))
+        foreign = self.config.rollout.is_foreign
+        return asked == "recompute" or (asked == "auto" and (foreign or self.config.mismatch.correct != "off"))
 
     @property
     def beta(self) -> float:

@@ -34,7 +34,7 @@ class OPSD(Algorithm):
         self.prompts_per_step = config.rollout.prompts_per_step
         self.temperature = config.rollout.sampling.temperature
         self.sampler = Sampler(config, config.rollout, engine)
-        self.samples_elsewhere, self.conversations = self.sampler.is_foreign, self.sampler.conversations
+        self.samples_elsewhere, self.conversations = config.rollout.is_foreign, self.sampler.conversations
         if config.loss.divergence == "sampled_token" and config.rollout.sampling.truncates and engine.rank == 0:
             logger.warning(
                 "loss.divergence=sampled_token with truncated or penalised sampling: its gradient is the reverse KL's only for "

@@ -16,6 +16,7 @@ from trainers.config import PPOConfig
 from trainers.critic import CriticModel, SharedCritic
 from trainers.losses.policy import value_token_loss
 from trainers.on_policy import OnPolicy, was_cut
+from trainers.scoring import Scorer
 from trainers.types import Rollout
 
 
@@ -23,24 +24,24 @@ class PPO(OnPolicy):
     config: PPOConfig
 
     def __init__(self, config: PPOConfig, engine: HybridEngine, *, start: str) -> None:
+        self.gae, self.shared_weight = config.advantages, config.critic.shared_weight
+        tokens = config.train.micro_batch_tokens
+        if self.shared_weight is None:
+            self.critic = CriticModel(
+                config.critic,
+                engine,
+                config.engine,
+                start=start,
+                tokenizer=config.model.tokenizer,
+                num_updates=config.max_steps * config.updates.steps,
+                micro_batch_tokens=tokens,
+            )
+            self.others = {"critic": self.critic.engine}
+            values: Scorer = self.critic
+        else:
+            values = SharedCritic(config.critic, engine, micro_batch_tokens=tokens)
         super().__init__(config, engine, start=start)
-        self.gae = config.advantages
-        self.shared_weight = config.critic.shared_weight
-        if self.shared_weight is not None:
-            shared = SharedCritic(config.critic, engine, micro_batch_tokens=config.train.micro_batch_tokens)
-            self.scorers = [*self.scorers, shared]
-            return
-        self.critic = CriticModel(
-            config.critic,
-            engine,
-            config.engine,
-            start=start,
-            tokenizer=config.model.tokenizer,
-            num_updates=config.max_steps * config.updates.steps,
-            micro_batch_tokens=config.train.micro_batch_tokens,
-        )
-        self.scorers = [*self.scorers, self.critic]
-        self.others = {"critic": self.critic.engine}
+        self.scorers = [*self.scorers, values]
 
     def advantages(
         self, rollouts: Sequence[Rollout], scores: Sequence[float], kls: Sequence[Tensor] | None, fields: Fields

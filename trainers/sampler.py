@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from hybrid.engine import HybridEngine
-from trainers.backends.config import check_sampling
 from trainers.backends.generators import open_generator
 from trainers.config import RunConfig
 from trainers.config.sections import RolloutSection
@@ -22,21 +21,15 @@ class Sampler:
     def __init__(self, run: RunConfig, rollout: RolloutSection, engine: HybridEngine) -> None:
         self.config, self.engine = rollout, engine
         self.sampling = rollout.sampling.params(num_samples=rollout.samples_per_prompt, seed=run.seed)
-        check_sampling(rollout.backend, self.sampling)
         self._generator = open_generator(rollout, engine)
         self.conversations = None
         if rollout.environment is not None:
             variables = run.data.chat_template_kwargs
             self.conversations = Conversations(rollout.environment, engine, chat_template_kwargs=variables)
 
-    @property
-    def is_foreign(self) -> bool:
-        """Whether tokens come from another engine than the one that trains."""
-        return self.config.backend != "hybrid"
-
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError naming a row that leaves a response no room, or that the environment refuses."""
-        require_room(prompts, self.engine.max_model_len, max_new_tokens=self.sampling.max_new_tokens)
+        require_room(prompts, self._generator.max_model_len, max_new_tokens=self.sampling.max_new_tokens)
         if self.conversations is not None:
             self.conversations.check(prompts)
 

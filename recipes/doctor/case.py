@@ -17,6 +17,7 @@ from recipes.doctor.finding import NotExamined
 from recipes.doctor.memory import ModelShape, read_shape
 from recipes.parts import sub_recipes
 from trainers.config import DataConfig, FrozenTeacher, ModelConfig, NewModel, RewardModelRef, RewardRecipe, RunConfig
+from trainers.critic import critic_settings
 from trainers.data.prompts import PromptSet, load_prompts
 from trainers.new_model import write_new_model
 
@@ -134,7 +135,7 @@ class Case:
         loaded, settings = self.model(role), self.config.engine
         trained = role.name in ("policy", "critic")
         if role.scalar:  # as trainers.critic and trainers.reward_scoring do
-            settings = settings.model_copy(update={"vocab_limit": None, "freeze": ()})
+            settings = critic_settings(settings)
         elif not trained:
             settings = settings.model_copy(update={"vocab_limit": settings.vocab_limit or self.model(self.policy).vocab_limit})
         scalar = role.scalar

@@ -3,7 +3,7 @@
 A model's parameters are cut along their first dimension into S shards (S ranks; under ZeRO 0 one shard, whole on every rank), of
 which the fullest holds ceil(rows / S). m and c are the bytes of a master and of a compute number, V x H the head.
 
-    shards          m x parameters / S; of a frozen model c x parameters / S
+    shards          m x parameters / S; of a frozen model, and of the base below an adapter, c x parameters / S
     gradients       m x trained parameters / S
     optimizer       AdamW: 2 m x trained parameters / S, and 4 for each tensor's step count; SGD: m x with momentum, else nothing
     fused copy      c x (parameters but for the head), and the head's counted rows: 0 where tied in fp32, c V H where packed (a
@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 
 from hybrid.config import HybridConfig, OptimizerConfig
+from hybrid.lora import inject
 from hybrid.loss_head import LOGIT_BYTES
 from hybrid.models import build_on_meta, scalar_config
 from hybrid.policy import PolicyModule
@@ -48,6 +49,7 @@ class Parameter:
     shape: tuple[int, ...]
     layer: int  # OUTSIDE, TOWER
     is_trained: bool
+    is_adapter: bool = False  # A or B of one
 
     @property
     def size(self) -> int:
@@ -67,6 +69,15 @@ class ModelShape:
 
     def of(self, wanted: Callable[[Parameter], bool]) -> list[Parameter]:
         return [p for p in self.parameters if wanted(p)]
+
+    @property
+    def has_adapter(self) -> bool:
+        return any(p.is_adapter for p in self.parameters)
+
+    @property
+    def exported(self) -> list[Parameter]:
+        """Those of the Hugging Face folder, in which an adapter is merged."""
+        return self.of(lambda p: not p.is_adapter)
 
     @property
     def trained(self) -> list[Parameter]:
@@ -94,10 +105,12 @@ def read_headers(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def read_shape(loaded: LoadedModel, config: HybridConfig, *, scalar: bool = False, is_trained: bool = True) -> ModelShape:
-    """The module of `loaded`'s config, made without memory. `config` says what is frozen and which rows count."""
+    """The module of `loaded`'s config, made without memory. `config` says what is frozen, which rows count, and a trained model's
+    adapter."""
     hf_config = scalar_config(loaded.hf_config, loaded.tokenizer, loaded.eos_token_ids) if scalar else loaded.hf_config
     hf = build_on_meta(hf_config, config, torch.float32, scalar=scalar)
-    module = PolicyModule(hf)
+    adapter = inject(hf, config.lora, torch.float32)[0] if is_trained and config.lora is not None else None
+    module = PolicyModule(hf, adapter=adapter)
     registered = hf_config.model_type in REGISTRY
     spec = loaded.spec if registered else _guessed_spec(hf_config.get_text_config())
     layer_of = {id(p): i for i, layer in enumerate(module.layers) for p in layer.parameters()}
@@ -107,7 +120,9 @@ def read_shape(loaded: LoadedModel, config: HybridConfig, *, scalar: bool = Fals
     def parameter(name: str) -> Parameter:
         layer = TOWER if towers and name.startswith(towers) else layer_of.get(id(named[name]), OUTSIDE)
         frozen = layer == TOWER or any(re.search(pattern, name) for pattern in config.freeze)
-        return Parameter(name, tuple(named[name].shape), layer, is_trained and not frozen)
+        frozen |= adapter is not None and name not in adapter.tensors
+        low_rank = adapter is not None and name in adapter.low_rank
+        return Parameter(name, tuple(named[name].shape), layer, is_trained and not frozen, low_rank)
 
     weight = module.head_module.weight
     head = next(name for name, p in named.items() if p is weight)
@@ -148,6 +163,13 @@ def shard_bytes(parameters: Iterable[Parameter], shards: int, itemsize: int, *, 
     return sum(_local_size(p.shape, shards, rank) for p in parameters) * itemsize
 
 
+def held_bytes(shape: ModelShape, shards: int, master: int, compute: int, *, rank: int = 0) -> int:
+    """Shards of a model that is trained."""
+    below = shape.of(lambda p: shape.has_adapter and not p.is_trained)
+    own = shape.of(lambda p: p.is_trained or not shape.has_adapter)
+    return shard_bytes(own, shards, master, rank=rank) + shard_bytes(below, shards, compute, rank=rank)
+
+
 def _local_size(shape: Sequence[int], shards: int, rank: int) -> int:
     rows = local_rows(shape[0], shards, rank)
     return (rows.stop - rows.start) * prod(shape[1:])
@@ -166,7 +188,7 @@ def optimizer_bytes(
 def fused_copy_bytes(shape: ModelShape, itemsize: int, *, packs: bool) -> int:
     """`packs`: whether the kernels pack a bf16 head. As hybrid.modes.copy_bytes of the sharded model; an unregistered type's copy
     is its whole module, and its head in fp32 once more."""
-    text = shape.of(lambda p: p.layer != TOWER)
+    text = [p for p in shape.exported if p.layer != TOWER]
     if not shape.is_registered:
         return sizes(text) * itemsize + (0 if itemsize == 4 else shape.spec.vocab_size * shape.spec.hidden_size * 4)
     head = set() if shape.is_tied else {shape.head}

@@ -81,7 +81,7 @@ class Plan:
             offload = self.config.critic.offload and self.cuda
             parts |= {} if offload else self._trained("critic", self.critic, self.config.critic.optimizer)
         if getattr(self.config, "ema_decay", None) is not None:
-            parts["average of the policy shards"] = memory.shard_bytes(self.policy.parameters, self.shards, 4)
+            parts["average of the policy shards"] = memory.shard_bytes(self.policy.exported, self.shards, 4)
         for role in self.frozen:
             parts |= self._frozen(role)[0]
         return parts | self._vllm()
@@ -96,7 +96,7 @@ class Plan:
 
     def _trained(self, name: str, shape: ModelShape, optimizer: Any) -> Parts:
         return {
-            f"{name} shards": memory.shard_bytes(shape.parameters, self.shards, self.master),
+            f"{name} shards": memory.held_bytes(shape, self.shards, self.master, self.compute),
             f"{name} optimizer": memory.optimizer_bytes(shape.trained, optimizer, self.shards, self.master),
         }
 
@@ -163,7 +163,7 @@ class Plan:
         rollout, engine = getattr(self.config, "rollout", None), self.engine.rollout.engine
         if rollout is not None and rollout.backend == "hf":
             return {
-                "policy copy": memory.sizes(self.policy.parameters) * self.compute,
+                "policy copy": memory.sizes(self.policy.exported) * self.compute,
                 "forward": self._forward(engine.max_running),
             }
         if rollout is not None and rollout.backend == "vllm":

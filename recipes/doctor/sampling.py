@@ -8,7 +8,6 @@ from typing import Any
 
 from recipes.doctor.case import Case
 from recipes.doctor.finding import Finding
-from trainers.backends.config import check_sampling
 from trainers.config import OPSDConfig, PolicyConfig, RewardRecipe, SamplingConfig
 
 # Fields of a generation_config that change which tokens transformers' `generate` draws, and their neutral values.
@@ -80,10 +79,6 @@ def sampling(case: Case) -> Iterator[Finding]:
     if rollout is None:
         yield Finding("sampling", "nothing is sampled in training")
         return
-    try:
-        check_sampling(rollout.backend, rollout.sampling.params())
-    except ValueError as error:
-        yield Finding("sampling", str(error), "FAIL")
     readers = ["loss", *(name for name in ("teacher", "reference") if case.role(name) is not None)]
     found = (
         f"responses are drawn with {drawn_from(rollout.sampling)}; {', '.join(readers)}: log-probs at temperature "

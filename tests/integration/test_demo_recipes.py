@@ -10,6 +10,7 @@ from recipes.parts import with_paths
 from recipes.settings import load_settings
 from trainers.loop import train
 
+SHIPPED = Path(__file__).parents[2] / "recipes"
 # What the recipe says of sizes is cut to what a test has time for, and the reward is one that a random model gets now and then;
 # all else is as shipped.
 REWARD = 'rewards=[{name: "regex:^[0-4]"}]'
@@ -31,11 +32,11 @@ def models(tmp_path_factory):
     return [tiny_folder(folder / name, seed=seed, characters="0123456789+=") for seed, name in enumerate(("model", "teacher"))]
 
 
-def run(recipe, folder: Path, models, *, stop_after: int | None = None):
+def run(recipe, folder: Path, models, *, stop_after: int | None = None, changes: tuple[str, ...] = ()):
     teacher = [f"teacher={{path: {models[1]}}}"] if recipe.startswith("opsd") else []
     overrides = [
         *RECIPES[recipe], *teacher, "max_steps=2", "data.max_eval=4", "data.max_train=64", "checkpoint.every=1",
-        "log.console=false", f"output_dir={folder}", f"model={{path: {models[0]}}}", "engine.optimizer.warmup_steps=0",
+        "log.console=false", f"output_dir={folder}", f"model={{path: {models[0]}}}", "engine.optimizer.warmup_steps=0", *changes,
     ]  # fmt: skip
     config = with_paths(load_settings(recipe, overrides))
     steps = []
@@ -60,6 +61,26 @@ def test_two_steps_are_those_of_a_stopped_and_resumed_run(recipe, models, tmp_pa
     assert any((found[f"model/{name}"] != tensor).any() for name, tensor in start.items()), "nothing was trained"
 
 
+def methods() -> list[str]:
+    """The other methods that the GRPO demo's comment names, as it writes them."""
+    lines = (SHIPPED / "grpo/demo.yaml").read_text().partition("The same with other methods")[2].splitlines()[1:]
+    return [line.removeprefix("#   ").partition("  (")[0].strip() for line in lines if line.startswith("#   ")]
+
+
+def test_the_methods_that_the_grpo_demo_names_train_and_differ(models, tmp_path):
+    named = methods()
+    assert len(named) == 6
+    rare = 'rewards=[{name: "regex:^4"}]'  # some groups see none of it
+    found = {}
+    for i, method in enumerate(("", *named)):
+        assert run("grpo/demo.yaml", tmp_path / str(i), models, changes=(rare, *method.split())).steps == 2
+        found[method] = load_file(tmp_path / str(i) / "model/model.safetensors")
+    start = load_file(Path(models[0]) / "model.safetensors")
+    assert all(any((one[name] != start[name]).any() for name in start) for one in found.values())
+    for method in named:
+        assert any((found[""][name] != found[method][name]).any() for name in start), f"{method} changes nothing"
+
+
 def test_every_demo_is_here():
-    shipped = {f"{p.parent.name}/{p.name}" for p in (Path(__file__).parents[2] / "recipes").glob("*/demo*.yaml")}
+    shipped = {f"{p.parent.name}/{p.name}" for p in SHIPPED.glob("*/demo*.yaml")}
     assert shipped == set(RECIPES)

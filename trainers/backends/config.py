@@ -63,6 +63,11 @@ class BackendConfig(Strict):
     )
     vllm: VLLMConfig | None = None
 
+    @property
+    def is_foreign(self) -> bool:
+        """Whether tokens come from another engine than the one that trains."""
+        return self.backend != "hybrid"
+
     @model_validator(mode="after")
     def _check_backend(self) -> BackendConfig:
         if (self.backend == "vllm") != (self.vllm is not None):

@@ -164,7 +164,7 @@ class PPOConfig(PolicyConfig):
 
 class GRPOConfig(PolicyConfig):
     """Group-relative methods without a critic; the estimator, clips, ratio and reduction make GRPO, Dr. GRPO, RLOO, REINFORCE++,
-    DAPO or GSPO of it (recipes/grpo/README has the table)."""
+    DAPO or GSPO of it (README has the table)."""
 
     recipe: Literal["grpo"]
     estimator: Estimator = "grpo"

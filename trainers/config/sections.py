@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from hybrid.config import Strict
 from inference_v2.types import SamplingParams
-from trainers.backends.config import BackendConfig
+from trainers.backends.config import BackendConfig, check_sampling
 from trainers.environments.config import EnvironmentConfig
 
 
@@ -83,9 +83,10 @@ class RolloutSection(BackendConfig):
     environment: EnvironmentConfig | None = Field(None, description="answers the policy between its turns (tools, verifiers)")
 
     @model_validator(mode="after")
-    def _check_environment(self) -> RolloutSection:
+    def _check_rollout(self) -> RolloutSection:
         if self.environment is not None and self.backend != "hybrid":
             raise ValueError(f"rollout.environment with backend={self.backend}; allowed: backend=hybrid")
+        check_sampling(self.backend, self.sampling.params())
         return self
 
 

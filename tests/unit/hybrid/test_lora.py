@@ -547,6 +547,17 @@ def test_settings_that_do_not_fit_are_refused(lora, message):
 # -- scalar models
 
 
+@pytest.mark.parametrize("scalar", [False, True])
+def test_all_that_is_trained_has_masters(scalar, folder):
+    options = {"lora": {"r": 3}, "compute_dtype": "bfloat16"}
+    engine = HybridEngine.from_pretrained(str(folder / "base"), options, scalar=scalar)
+    dtypes = {name: p.dtype for name, p in engine.model.parameters().items()}
+    trained = engine.model.adapter.tensors
+    assert {dtypes[name] for name in trained} == {torch.float32}
+    assert {dtype for name, dtype in dtypes.items() if name not in trained} == {torch.bfloat16}
+    assert ("score.weight" in trained) == scalar
+
+
 def test_a_scalar_model_trains_its_head_with_the_adapter(folder, tmp_path):
     options = {"lora": {"r": 3}, "optimizer": ADAMW}
     engine = HybridEngine.from_pretrained(str(folder / "base"), options, scalar=True)

@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9}},
     "frozen": {"freeze": ["mlp", "norm"], "kernels": "reference"},
     "replicated": {"zero_stage": 0},
+    "adapter": {"compute_dtype": "bfloat16", "lora": {"r": 3, "target_modules": ["q_proj", "down_proj"]}},
 }
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "tied": ("qwen3", {"tie_word_embeddings": True}),
@@ -80,7 +81,7 @@ def planned(folder: str, config: dict[str, Any], ranks: int, rank: int, *, scala
     engine = settings.rollout.engine
     optimizer = memory.optimizer_bytes(shape.trained, settings.optimizer, ranks, master.itemsize, rank=rank)
     found = {
-        "shards": memory.shard_bytes(shape.parameters, ranks, master.itemsize, rank=rank),
+        "shards": memory.held_bytes(shape, ranks, master.itemsize, compute.itemsize, rank=rank),
         "gradients": memory.shard_bytes(shape.trained, ranks, master.itemsize, rank=rank),
         "optimizer": optimizer,
     }
@@ -108,6 +109,9 @@ def models(tmp_path_factory):
         ("tied", "sgd"),
         ("untied", "frozen"),
         ("untied", "replicated"),
+        ("tied", "adapter"),
+        ("untied", "adapter"),
+        ("windowed", "adapter"),
     ],
 )
 def test_two_ranks_hold_what_is_planned_to_the_byte(model, settings, models, pool2):
@@ -121,10 +125,11 @@ def test_two_ranks_hold_what_is_planned_to_the_byte(model, settings, models, poo
         assert plan == real[rank], f"rank {rank}"
 
 
-def test_a_scalar_model_is_planned_with_its_own_head(models, pool2):
-    real = pool2.run(held, str(models / "untied"), config_of("fp32"), scalar=True)
+@pytest.mark.parametrize("settings", ["fp32", "adapter"])
+def test_a_scalar_model_is_planned_with_its_own_head(settings, models, pool2):
+    real = pool2.run(held, str(models / "untied"), config_of(settings), scalar=True)
     for rank in range(2):
-        assert planned(str(models / "untied"), config_of("fp32"), 2, rank, scalar=True) == real[rank]
+        assert planned(str(models / "untied"), config_of(settings), 2, rank, scalar=True) == real[rank]
 
 
 def saved_for_backward(folder: str, config: dict[str, Any], tokens: int) -> int:

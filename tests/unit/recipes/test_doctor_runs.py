@@ -71,12 +71,6 @@ def test_one_temperature_for_all(folder):
     assert "loss, teacher: log-probs at temperature 0.7" in found.found
 
 
-def test_a_backend_that_does_not_know_the_sampling(folder):
-    (failed, _) = of(rows("grpo", folder, **{"rollout.backend": "hf", "rollout.sampling.min_p": 0.1}), "sampling")
-    assert failed.level == "FAIL"
-    assert "min_p=0.1 with rollout.backend=hf" in failed.found
-
-
 def test_an_evaluation_of_other_responses_than_are_trained(folder):
     said = only_complaint(rows("opsd", folder, **{"eval.max_new_tokens": 2, "rollout.sampling.stop": ["?"]}))
     assert "up to 2 tokens" in said

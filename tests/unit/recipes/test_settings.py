@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 
 import pytest
@@ -189,6 +190,18 @@ def test_so_is_an_adapter_which_must_be_there_before_anything_starts(write):
     with pytest.raises(FileNotFoundError, match=r"engine\.lora\.path=mine/adapter: no adapter folder there"):
         check_files(load_settings(name, ["model.path=./student", "teacher.path=./teacher"]))
     assert "rank: unknown key" in refused(name, "engine.lora.rank=3")[0]
+
+
+def test_a_backends_sampling_and_interpreter_are_judged_before_anything_starts(write):
+    name = write(MINIMAL)
+    for file in ("student/config.json", "teacher/config.json", "rows.jsonl"):
+        write("{}", file)
+    assert "min_p=0.1 with rollout.backend=hf" in refused(name, "rollout.backend=hf", "rollout.sampling.min_p=0.1")[0]
+    local = ["model.path=./student", "teacher.path=./teacher"]
+    vllm = [*local, "rollout.backend=vllm", "rollout.vllm.python=venv/bin/python"]
+    with pytest.raises(FileNotFoundError, match=r"rollout\.vllm\.python=venv/bin/python: no program"):
+        check_files(load_settings(name, vllm))
+    check_files(load_settings(name, [*vllm[:-1], f"rollout.vllm.python={sys.executable}"]))
 
 
 def test_a_missing_recipe_names_the_nearest_shipped_one():
