@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from inference_v2.config import EngineConfig
 
@@ -22,6 +22,15 @@ class Strict(BaseModel):
     not numbers. A list is taken for a tuple, since YAML and JSON have no other."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+
+
+def over(default: BaseModel) -> BeforeValidator:
+    """For a section whose default is not its class's: what a user leaves out of it is as in `default`."""
+
+    def merged(given: Any) -> Any:
+        return {**default.model_dump(exclude_unset=True), **given} if isinstance(given, dict) else given
+
+    return BeforeValidator(merged)
 
 
 class OptimizerConfig(Strict):

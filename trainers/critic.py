@@ -109,8 +109,12 @@ class CriticModel:
             model.offload()
         else:
             model.onload()
-        for state in self.engine.optimizer.state.values():
-            state.update({name: value.to(device) for name, value in state.items() if isinstance(value, Tensor) and value.ndim})
+        for group in self.engine.optimizer.param_groups:
+            steps_too = bool(group.get("fused") or group.get("capturable"))  # else step counts are the host's
+            for state in (self.engine.optimizer.state.get(p, {}) for p in group["params"]):
+                for name, value in state.items():
+                    if isinstance(value, Tensor) and (value.ndim or steps_too):
+                        state[name] = value.to(device)
 
     def after_step(self) -> None:
         """It has stepped by itself."""

@@ -55,7 +55,7 @@ class Evaluator:
         *totals, failures = engine.mesh.sum(
             [
                 sum(s.total for s in scores),
-                sum(len(r.response_ids) for r in rollouts),
+                sum(r.num_response for r in rollouts),
                 sum(r.finish_reason == "length" for r in rollouts),
                 sum(bool(s.failed) for s in scores),
             ]
@@ -80,7 +80,7 @@ def table_rows(kind: str, rollouts: Sequence[Rollout]) -> list[dict[str, Any]]:
             "completion": r.text,
             "answer": r.prompt.answer,
             "reward": r.reward,
-            "length": len(r.response_ids),
+            "length": r.num_response,
             "finish_reason": r.finish_reason,
             "source": r.spans[0].source if r.spans else None,
         }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from hybrid.engine import HybridEngine
-from trainers.advantages import group_advantages, rewards_to_go, token_rewards, whiten
+from trainers.advantages import all_equal, group_advantages, rewards_to_go, token_rewards, whiten
 from trainers.algorithm import Fields, Take
 from trainers.config import GRPOConfig
 from trainers.on_policy import Key, OnPolicy, key_of
@@ -24,6 +24,9 @@ class GRPO(OnPolicy):
         super().__init__(config, engine, start=start)
         self.estimator, self.dynamic = config.estimator, config.dynamic_sampling
         self.samples_again = self.dynamic is not None
+        compared = None if self.dynamic is None else self.dynamic.component
+        if compared is not None and compared not in self.rewards.names:
+            raise ValueError(f"dynamic_sampling.component={compared}; allowed: {', '.join(self.rewards.names)}, or null")
 
     def rollouts(self, step: int, take: Take) -> tuple[list[Rollout], dict[str, float]]:
         if self.dynamic is None:
@@ -37,8 +40,8 @@ class GRPO(OnPolicy):
             judged, found = self.judged(prompts)
             records.append(found)
             generated += num_sampled(judged)
-            rewards = by_group(self.of_all_ranks(judged, [r.reward or 0.0 for r in judged]))
-            told_apart = {group for group, values in rewards.items() if len(set(values)) > 1}
+            rewards = by_group(self.of_all_ranks(judged, [self._compared(r) for r in judged]))
+            told_apart = {group for group, values in rewards.items() if not all_equal(values)}
             groups += [p.key for p in prompts if p.key in told_apart]
             kept += [r for r in judged if r.group in told_apart]
             if len(groups) >= self.prompts_per_step:
@@ -48,6 +51,11 @@ class GRPO(OnPolicy):
         record = of_all_draws(records) | {"dynamic_drawn": drawn, "dynamic_kept": len(groups) / drawn}
         record["generated_tokens"] = self.engine.mesh.sum([generated])[0]
         return [r for r in kept if r.group in chosen], record
+
+    def _compared(self, rollout: Rollout) -> float:
+        if self.dynamic is None or self.dynamic.component is None:
+            return rollout.reward or 0.0
+        return (rollout.reward_parts or {})[self.dynamic.component]
 
     def advantages(
         self, rollouts: Sequence[Rollout], scores: Sequence[float], kls: Sequence[Tensor] | None, fields: Fields

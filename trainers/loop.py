@@ -240,7 +240,7 @@ class Run:
             rollouts,
             self.config.train.micro_batch_tokens,
             with_prompt=with_prompt,
-            packed=self.engine.model.packs,
+            packed=all(engine.model.packs for engine in (self.engine, *self.algorithm.others.values())),
             fields=fields,
             unit=self.algorithm.unit,
         )

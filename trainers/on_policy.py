@@ -29,7 +29,7 @@ from trainers.losses import divergence_token_loss
 from trainers.losses.policy import policy_token_loss
 from trainers.pretraining_mix import PretrainingData
 from trainers.reward_scoring import RewardScorer
-from trainers.rollout import require_room
+from trainers.rollout import require_privileged, require_room
 from trainers.sampler import Sampler
 from trainers.scoring import OldLogprobs, ReferenceScorer, Scorer, open_reference, open_teacher
 from trainers.types import Prompt, Rollout
@@ -69,6 +69,7 @@ class OnPolicy(Algorithm):
         self._first = True  # whether the next update is the step's first, under the weights of the rollout
         # Last: it may start a process, which nobody would close if something else were refused after it.
         self.sampler = Sampler(config, config.rollout, engine)
+        self.sampler.warn_if_truncated("policy optimisation")
         self.samples_elsewhere, self.conversations = config.rollout.is_foreign, self.sampler.conversations
 
     @property
@@ -84,8 +85,10 @@ class OnPolicy(Algorithm):
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         self.sampler.check(prompts)
-        room: dict[str, Any] = {"max_new_tokens": self.sampler.sampling.max_new_tokens}
+        room: dict[str, Any] = {"max_new_tokens": self.sampler.longest_response}
         if self.teacher is not None:
+            if self.teacher.model is self.engine.model:
+                require_privileged(prompts, self.config.data)
             require_room(prompts, self.teacher.model.max_positions, privileged=True, reader="teacher", **room)
         readers = [("reference", s.model) for s in self.scorers if isinstance(s, ReferenceScorer)]
         readers += [("reward model", reward.model) for reward in self.rewards.models]
@@ -121,7 +124,7 @@ class OnPolicy(Algorithm):
         scores = self._shaped(rollouts)
         made, found = self.advantages(rollouts, scores, kls if self.beta > 0 else None, fields)
         record["reward_kl_beta"] = self.beta
-        if self.adaptive is not None:
+        if self.adaptive is not None and self.policy_learns(step):
             (number,) = self.engine.mesh.sum([len(rollouts)])
             self.adaptive = self.adaptive.updated(record["kl_per_response"], int(number))
         return fields | made, record | found
@@ -134,15 +137,15 @@ class OnPolicy(Algorithm):
         of the KL in the reward, of weight `beta`. Collective."""
 
     def _shaped(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Scores after clipping, normalisation and the penalty for a response without an end. Collective."""
+        """Scores after normalisation, clipping and the penalty for a response without an end. Collective."""
         shaping = self.config.shaping
         scores = [r.reward or 0.0 for r in rollouts]
-        if shaping.clip is not None:
-            scores = [min(max(s, -shaping.clip), shaping.clip) for s in scores]
         if shaping.normalise != "none":
             self.moments = self.moments.updated(scores, self.engine.mesh.sum)
             whole = torch.tensor(scores, dtype=torch.float32)
             scores = self.moments.normalised(whole, shift_mean=shaping.normalise == "whiten").tolist()
+        if shaping.clip is not None:
+            scores = [min(max(s, -shaping.clip), shaping.clip) for s in scores]
         return [s - shaping.missing_eos_penalty * was_cut(r) for s, r in zip(scores, rollouts, strict=True)]
 
     def _mismatch_weights(self, old: list[Tensor], rollout: list[Tensor]) -> tuple[list[Tensor] | None, dict[str, float]]:
@@ -150,7 +153,7 @@ class OnPolicy(Algorithm):
         if self.config.mismatch.correct == "off":
             return None, {}
         found = [mismatch_weights(self.config.mismatch, o, r) for o, r in zip(old, rollout, strict=True)]
-        tokens, corrected = self.engine.mesh.sum([sum(len(o) for o in old), sum(m["mismatch_corrected"] for _, m in found)])
+        tokens, corrected = self.engine.mesh.sum([sum(len(o) for o in old), sum(number for _, number in found)])
         return [w for w, _ in found], {"mismatch_corrected": corrected / max(tokens, 1.0)}
 
     def _kl_metrics(self, old: Sequence[Tensor], reference: Sequence[Tensor]) -> dict[str, float]:
@@ -204,6 +207,9 @@ class OnPolicy(Algorithm):
                 means = sums / torch.bincount(batch.sequence_index, minlength=batch.num_sequences).clamp(min=1)
                 filled.append(replace(batch, sequence_log_ratio=means[batch.sequence_index].float()))
         return filled
+
+    def policy_learns(self, step: int) -> bool:
+        return True
 
     def learners(self, step: int) -> Sequence[Learner]:
         loss = self.config.loss

@@ -3,7 +3,6 @@ teacher would have said there (Agarwal et al. 2024, GKD). A self-teacher is the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -17,12 +16,10 @@ from trainers.algorithm import Algorithm, Learner, Take
 from trainers.config import OPSDConfig
 from trainers.data.order import coin
 from trainers.losses import divergence_token_loss
-from trainers.rollout import given_rollouts, given_share, require_room
+from trainers.rollout import given_rollouts, given_share, require_privileged, require_room
 from trainers.sampler import Sampler
 from trainers.scoring import TeacherScorer
 from trainers.types import Prompt, Rollout
-
-logger = logging.getLogger(__name__)
 
 
 class OPSD(Algorithm):
@@ -35,11 +32,8 @@ class OPSD(Algorithm):
         self.temperature = config.rollout.sampling.temperature
         self.sampler = Sampler(config, config.rollout, engine)
         self.samples_elsewhere, self.conversations = config.rollout.is_foreign, self.sampler.conversations
-        if config.loss.divergence == "sampled_token" and config.rollout.sampling.truncates and engine.rank == 0:
-            logger.warning(
-                "loss.divergence=sampled_token with truncated or penalised sampling: its gradient is the reverse KL's only for "
-                "tokens drawn from softmax(z / temperature); set top_k=0, top_p=1, min_p=0, min_new_tokens=0 and no penalties"
-            )
+        if config.loss.divergence == "sampled_token":
+            self.sampler.warn_if_truncated("loss.divergence=sampled_token")
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         config = self.config
@@ -49,16 +43,13 @@ class OPSD(Algorithm):
             require_room(
                 prompts,
                 model.max_positions,
-                max_new_tokens=config.rollout.sampling.max_new_tokens,
+                max_new_tokens=self.sampler.longest_response,
                 given=given,
                 privileged=privileged,
             )
+        if config.teacher.kind == "self":
+            require_privileged(prompts, config.data)
         for prompt in prompts:
-            if self.config.teacher.kind == "self" and prompt.privileged_ids is None:
-                raise ValueError(
-                    f"data: row {prompt.index} gives the self-teacher nothing that the student does not see; fill "
-                    f"data.privileged_column ({self.config.data.privileged_column!r}) or write data.privileged_template"
-                )
             if given and prompt.response_ids is None:
                 raise ValueError(f"data: row {prompt.index} has no response; rollout.given_fraction needs data.response_column")
 

@@ -68,7 +68,10 @@ class PPO(OnPolicy):
             value_loss = value_token_loss(self.config.critic.clip)
             return [replace(p, value_loss=value_loss, value_weight=self.shared_weight) for p in policy]
         critic = Learner(self.critic.engine, self.critic.token_loss, prefix="critic/", on_device=self.critic.on_device)
-        return [critic] if step <= self.critic.config.warmup_steps else [*policy, critic]
+        return [*policy, critic] if self.policy_learns(step) else [critic]
+
+    def policy_learns(self, step: int) -> bool:
+        return step > self.config.critic.warmup_steps
 
     def export(self, run_dir: Path) -> None:
         super().export(run_dir)

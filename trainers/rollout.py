@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from hybrid.mesh import raise_together
 from inference_v2.types import Completion, SamplingParams
+from trainers.config.sections import DataConfig
 from trainers.data.order import DrawnPrompt, share
 from trainers.types import Prompt, Rollout, Span
 
@@ -42,20 +43,21 @@ def require_room(
     prompts: Sequence[Prompt],
     max_model_len: int,
     *,
-    max_new_tokens: int = 0,
+    max_new_tokens: int | Callable[[Prompt], int] = 0,
     given: bool = False,
     privileged: bool = False,
     reader: str = "",
 ) -> None:
     """Raises ValueError naming the longest row, before the first step, if prompt and response may be longer than the model takes.
 
-    A response may have `max_new_tokens`, or what the row gives (`given`); the prompt is the student's or the `privileged` one.
-    `reader`: what the model is called, where it is not the policy.
+    A response may have `max_new_tokens` (a function of the prompt where turns add up), or what the row gives (`given`); the
+    prompt is the student's or the `privileged` one. `reader`: what the model is called, where it is not the policy.
     """
 
     def lengths(prompt: Prompt) -> tuple[int, int]:
         ids = prompt.privileged_ids if privileged and prompt.privileged_ids is not None else prompt.ids
-        return len(ids), max(max_new_tokens, len(prompt.response_ids or ()) if given else 0)
+        asked = max_new_tokens if isinstance(max_new_tokens, int) else max_new_tokens(prompt)
+        return len(ids), max(asked, len(prompt.response_ids or ()) if given else 0)
 
     longest = max(prompts, key=lambda p: sum(lengths(p)))
     num_prompt, num_response = lengths(longest)
@@ -63,8 +65,19 @@ def require_room(
         raise ValueError(
             f"data: row {longest.index} has {num_prompt} {'privileged ' if privileged else ''}prompt tokens, its response up to "
             f"{num_response}; allowed: {max_model_len} in all{reader and f' by the {reader}'}; lower data.max_prompt_tokens, "
-            "max_new_tokens or data.max_response_tokens, or set engine.rollout.engine.max_model_len"
+            "max_new_tokens, data.max_response_tokens or rollout.environment.max_response_tokens, or set "
+            "engine.rollout.engine.max_model_len"
         )
+
+
+def require_privileged(prompts: Sequence[Prompt], data: DataConfig) -> None:
+    """Raises ValueError naming a row in which a self-teacher reads what the student reads."""
+    for prompt in prompts:
+        if prompt.privileged_ids is None:
+            raise ValueError(
+                f"data: row {prompt.index} gives the self-teacher nothing that the student does not see; fill "
+                f"data.privileged_column ({data.privileged_column!r}) or write data.privileged_template"
+            )
 
 
 def given_share(prompts: Sequence[DrawnPrompt], rank: int, world_size: int) -> list[DrawnPrompt]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -13,6 +14,8 @@ from trainers.data.order import DrawnPrompt
 from trainers.environments.conversations import Conversations, conversation_statistics, last_turn
 from trainers.rollout import require_room, sample_rollouts
 from trainers.types import Prompt, Rollout
+
+logger = logging.getLogger(__name__)
 
 
 class Sampler:
@@ -32,6 +35,17 @@ class Sampler:
         require_room(prompts, self._generator.max_model_len, max_new_tokens=self.sampling.max_new_tokens)
         if self.conversations is not None:
             self.conversations.check(prompts)
+
+    def longest_response(self, prompt: Prompt) -> int:
+        """Tokens that a response to it may have, those of an environment included."""
+        return self.sampling.max_new_tokens if self.conversations is None else self.conversations.limit(prompt)
+
+    def warn_if_truncated(self, reader: str) -> None:
+        if self.config.sampling.truncates and self.engine.rank == 0:
+            logger.warning(
+                "%s with truncated or penalised sampling: its gradient is right only for tokens drawn from softmax(z / "
+                "temperature); set top_k=0, top_p=1, min_p=0, min_new_tokens=0 and no penalties", reader,
+            )  # fmt: skip
 
     def draw(self, prompts: Sequence[DrawnPrompt]) -> tuple[list[Rollout], dict[str, float]]:
         """This rank's share of the responses to the prompts of all ranks, and metrics. Collective."""

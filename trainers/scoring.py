@@ -254,19 +254,18 @@ def open_teacher(
         check=isinstance(teacher, FrozenTeacher),
         scoring=teacher.scoring,
         offload=teacher.offload,
-        decay=decay,
+        is_average=decay is not None,
+        with_adapter=isinstance(teacher, SelfTeacher) and _starts_from_adapter(engine),
     )
-    if decay is not None and config.lora is not None and config.lora.path is not None:
-        options["model"].lerp_(engine.model, 1.0)  # the student's start is the folder with that adapter
     return TeacherScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, ema_decay=decay, **options)
 
 
 def open_reference(
     reference: Reference, engine: HybridEngine, config: HybridConfig, *, start: str, temperature: float, micro_batch_tokens: int
 ) -> ReferenceScorer:
-    """A frozen copy of `reference.path`, or of `start`; of a policy with an adapter, in place of `start`, the base below it.
-    Raises ValueError for another vocabulary. Collective."""
-    if reference.path is None and engine.model.adapter is not None:
+    """A frozen copy of `reference.path`, or of what the policy started from: `start`, with the adapter of `engine.lora.path`; the
+    base below a new adapter needs no copy. Raises ValueError for another vocabulary. Collective."""
+    if reference.path is None and _is_below_adapter(engine, None):
         options = _open_base(engine, scoring="auto", offload=reference.offload)
     else:
         options = _open_model(
@@ -276,6 +275,7 @@ def open_reference(
             check=reference.path is not None,
             scoring="auto",
             offload=reference.offload,
+            with_adapter=reference.path is None and _starts_from_adapter(engine),
             roles=("policy", "reference"),
         )
     scorer = ReferenceScorer(engine=engine, micro_batch_tokens=micro_batch_tokens, **options)
@@ -288,6 +288,10 @@ def _is_below_adapter(engine: HybridEngine, compute_dtype: str | None) -> bool:
     config = engine.config
     fresh = config.lora is not None and config.lora.path is None
     return fresh and compute_dtype in (None, config.compute_dtype)
+
+
+def _starts_from_adapter(engine: HybridEngine) -> bool:
+    return engine.config.lora is not None and engine.config.lora.path is not None
 
 
 def _open_base(engine: HybridEngine, *, scoring: Literal["auto", "engine", "module"], offload: bool) -> dict[str, Any]:
@@ -313,19 +317,19 @@ def _open_model(
     check: bool,
     scoring: Literal["auto", "engine", "module"],
     offload: bool,
-    decay: float | None = None,
+    is_average: bool = False,
+    with_adapter: bool = False,
     roles: tuple[str, str] = ("student", "teacher"),
 ) -> dict[str, Any]:
-    """What a ModelScorer of a folder's weights is made of.
+    """What a ModelScorer of a folder's weights is made of; `with_adapter`, with the adapter that the policy starts from.
 
     A frozen model that is scored by the inference engine has no shards: its fused copy is read from the folder. Only where
-    that does not fit (rollout.gather) are its shards made, and its layers streamed.
+    that does not fit (rollout.gather), or where the folder's weights are not all, are its shards made.
     """
     limit = engine.model.vocab_limit
     settings = config.model_copy(update={"master_dtype": "float32", "vocab_limit": limit, "dropout": False})
     # Only an average needs fp32 masters: a frozen copy is held in the dtype it computes in.
-    masters = decay is not None
-    model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=masters, load=False)
+    model = ShardedModel.from_pretrained(path, settings, engine.mesh, trainable=False, masters=is_average, load=False)
     if check:
         vocabulary = None if model.tokenizer is None else model.tokenizer.get_vocab()
         check_same_vocabulary(engine.tokenizer.get_vocab(), vocabulary, path, roles=roles)
@@ -334,16 +338,18 @@ def _open_model(
             role = roles[1]
             raise ValueError(f"{role} {path} has {rows} rows of logits, the tokenizer needs {limit}; use a matching {role}")
     chosen = _scoring(scoring, model)
-    if chosen == "module":
+    generation, in_shards = None, chosen == "module" or is_average or with_adapter
+    if chosen == "engine":
+        on_leave: OnLeave = "offload" if offload else config.rollout.on_leave if is_average else "keep"
+        generation = Generation(model, on_leave=on_leave, keep_pool=False, from_files=not in_shards)
+        in_shards = in_shards or generation.choose() == "stream"
+    if in_shards:
         model.load()
-        return {"model": model, "scoring": chosen, "offload": offload}
-    on_leave: OnLeave = "offload" if offload else config.rollout.on_leave if masters else "keep"
-    generation = Generation(model, on_leave=on_leave, keep_pool=False, from_files=not masters)
-    if masters or generation.choose() == "stream":
-        model.load()
-    else:
+        if with_adapter:
+            model.lerp_(engine.model, 1.0)
+    elif generation is not None:
         generation.head(version=0)  # a folder that does not fit its config is met at the start
-    offload = offload and not generation.keeps_copy
+    offload = offload and not (generation is not None and generation.keeps_copy)
     return {"model": model, "scoring": chosen, "generation": generation, "offload": offload}
 
 

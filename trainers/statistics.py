@@ -14,12 +14,12 @@ def num_sampled(rollouts: Sequence[Rollout]) -> int:
 
 
 def rollout_statistics(rollouts: Sequence[Rollout], mesh: Mesh) -> dict[str, float]:
-    """Response lengths in tokens, the share cut by the length limit, the share of 4-grams that a response had before, whether the
-    responses were sampled, and the mean log-prob of sampled tokens: as sampled from, and raw (at the temperature, without
-    truncation or penalties). Collective."""
-    lengths = [len(r.response_ids) for r in rollouts]
+    """Response lengths in tokens (an environment's left out), the share cut by the length limit, the share of 4-grams that a
+    response had before, whether the responses were sampled, and the mean log-prob of sampled tokens: as sampled from, and raw (at
+    the temperature, without truncation or penalties). Collective."""
+    lengths = [r.num_response for r in rollouts]
     drawn = [(r, slice(s.start - r.num_prompt, s.stop - r.num_prompt)) for r in rollouts for s in r.spans if s.source == "policy"]
-    grams = [repeats(r.response_ids) for r in rollouts]
+    grams = [repeats([r.ids[s.start : s.stop] for s in r.spans if s.source != "environment"]) for r in rollouts]
     local = [
         len(lengths),
         sum(lengths),
@@ -46,7 +46,7 @@ def rollout_statistics(rollouts: Sequence[Rollout], mesh: Mesh) -> dict[str, flo
     return statistics
 
 
-def repeats(ids: Sequence[int], n: int = 4) -> tuple[int, int]:
-    """(n-grams that occurred before in the same sequence, n-grams)."""
-    grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
+def repeats(turns: Sequence[Sequence[int]], n: int = 4) -> tuple[int, int]:
+    """(n-grams that occurred before in the same response, n-grams)."""
+    grams = [tuple(ids[i : i + n]) for ids in turns for i in range(len(ids) - n + 1)]
     return len(grams) - len(set(grams)), len(grams)

@@ -55,5 +55,10 @@ class Rollout:
         return len(self.prompt.ids)
 
     @property
+    def num_response(self) -> int:
+        """Tokens of the response, those of an environment left out."""
+        return sum(span.stop - span.start for span in self.spans if span.source != "environment")
+
+    @property
     def response_ids(self) -> tuple[int, ...]:
         return self.ids[self.num_prompt :]

@@ -102,9 +102,10 @@ def _missing(case: Case) -> Iterator[Finding]:
         if lacking:
             remedy = f"fill data.response_column ({config.data.response_column!r})"
             yield Finding("lengths", f"{len(lacking)} rows have no response, first row {lacking[0]}", "FAIL", remedy)
-    if isinstance(getattr(config, "teacher", None), SelfTeacher):
+    teacher = getattr(config, "teacher", None)
+    if isinstance(teacher, SelfTeacher) and (isinstance(config, OPSDConfig) or teacher.weights == "live"):
         lacking = [p.index for p in prompts if p.privileged_ids is None]
-        if lacking and isinstance(config, OPSDConfig):
+        if lacking:
             remedy = f"fill data.privileged_column ({config.data.privileged_column!r}) or write data.privileged_template"
             found = f"{len(lacking)} rows give the self-teacher nothing that the student does not see, first row {lacking[0]}"
             yield Finding("lengths", found, "FAIL", remedy)

@@ -111,7 +111,8 @@ def _inert(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((key, "mismatch.correct=truncate") for key in given(config.mismatch, "mismatch", "low"))
     if shaping.mask_truncated and shaping.missing_eos_penalty:
         yield "shaping.missing_eos_penalty", "shaping.mask_truncated takes the same responses out of the loss"
-    if isinstance(config, GRPOConfig) and shaping.normalise != "none" and config.estimator in ("grpo",):
+    only_score = config.reward_kl.beta == 0
+    if isinstance(config, GRPOConfig) and shaping.normalise != "none" and config.estimator == "grpo" and only_score:
         yield "shaping.normalise", "estimator=grpo divides by the deviation of each group"
     if config.teacher is None:
         yield from ((key, "there is no teacher") for key in given(config, "", "distill", "distill_weight"))

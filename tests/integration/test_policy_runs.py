@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 from rl_cases import SGD, models, parts, policy_settings, recording, scorer_folder, watched
@@ -112,6 +113,36 @@ def test_a_learning_rate_of_zero_changes_nothing(make, folder, recipe):
         assert abs(record["ratio"] - 1) <= 1e-6
     if recipe == "ppo":
         assert len({record["critic/value"] for record in records.values()}) == 20
+
+
+@pytest.mark.parametrize("loading", ["engine", "module"])
+def test_a_policy_that_goes_on_from_an_adapter_starts_with_it(make, folder, tmp_path, loading):
+    """The reference, and a self-teacher of its start, are base and adapter together; in a resumed run too."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "student")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        peft.get_peft_model(base, peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False)).save_pretrained(
+            tmp_path / "adapter"
+        )
+    changes = {"engine.optimizer.lr": 0.0, "engine.lora": {"path": str(tmp_path / "adapter")}, "max_steps": 2,
+               "teacher": {"kind": "self", "weights": "start", "scoring": loading}, "checkpoint.every": 1,
+               "data.privileged_column": "none"}  # fmt: skip
+    tree = make("grpo", loading, **changes)
+    records = run(tree, stop_after=1)[1] | run(tree)[1]
+    assert records.keys() == {1, 2}
+    for record in records.values():
+        assert abs(record["kl_per_response"]) <= 1e-5
+        assert abs(record["divergence"]) <= 1e-6
+    _, below = run(make("grpo", "below", **changes | {"reference.path": str(folder / "student"), "max_steps": 1}))
+    assert below[1]["kl_per_response"] > 0.1, "the adapter changes the model"
+
+
+def test_the_weight_of_the_kl_stands_still_while_only_the_critic_learns(make):
+    changes = {"max_steps": 3, "critic.warmup_steps": 2, "reward_kl": {"target": 1.0, "horizon": 60}}
+    _, records = run(make("ppo", **changes))
+    assert [records[step]["reward_kl_beta"] for step in (1, 2, 3)] == [0.05, 0.05, 0.05]
+    _, records = run(make("ppo", "at once", **changes | {"critic.warmup_steps": 0}))
+    assert records[2]["reward_kl_beta"] < 0.05  # there is no KL yet
 
 
 def test_a_critic_that_warms_up_learns_alone(make, folder):
@@ -369,6 +400,26 @@ def test_dynamic_sampling_draws_until_enough_groups_differ(make, monkeypatch):
     assert not draws
 
 
+def test_dynamic_sampling_compares_the_component_it_is_told(make):
+    """Groups that all lengths tell apart and the named component does not are replaced."""
+    both = [{"name": "rl_cases:starts_low"}, {"name": "rl_cases:score", "weight": 0.01}]
+    changes = {"max_steps": 2, "rewards": both, "rollout.prompts_per_step": 4}
+    with recording() as found:
+        run(make("grpo", **changes, dynamic_sampling={"component": "rl_cases:starts_low"}))
+    for rollouts in found.rollouts:
+        groups: dict[int, set[float]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.group, set()).add(rollout.reward_parts["rl_cases:starts_low"])
+        assert all(len(parts) == 2 for parts in groups.values())
+    with recording() as found:
+        run(make("grpo", "all", **changes, dynamic_sampling={}))
+    parts_of = [r.reward_parts["rl_cases:starts_low"] for rollouts in found.rollouts for r in rollouts]
+    pairs = zip(parts_of[::2], parts_of[1::2], strict=True)
+    assert any(one == other for one, other in pairs), "no group to tell the two apart by"
+    with pytest.raises(ValueError, match=r"dynamic_sampling\.component=starts; allowed: rl_cases:starts_low, rl_cases:score"):
+        run(make("grpo", "unknown", **changes, dynamic_sampling={"component": "starts"}))
+
+
 def test_dynamic_sampling_makes_do_with_nothing(make, folder):
     """Where every group agrees, whatever is drawn: no update, and no end of the run."""
     tree = make("grpo", **{"max_steps": 2, "dynamic_sampling": {"max_batches": 2}, "rewards": [{"name": "rl_cases:nothing"}],
@@ -379,6 +430,15 @@ def test_dynamic_sampling_makes_do_with_nothing(make, folder):
 
 
 # -- what is refused
+
+
+def test_a_section_in_part_keeps_the_rest_of_its_recipes_defaults(make, folder):
+    assert configure(make("ppo")).reward_kl.beta == 0.05
+    assert configure(make("ppo", reward_kl={"estimator": "k3"})).reward_kl.beta == 0.05
+    assert configure(make("ppo", reward_kl={"beta": 0.0})).reward_kl.beta == 0.0
+    for recipe in ("sft", "reward"):
+        assert configure(settings(recipe, folder, engine={"zero_stage": 2})).engine.dropout
+        assert not configure(settings(recipe, folder, engine={"dropout": False})).engine.dropout
 
 
 @pytest.mark.parametrize(
@@ -414,6 +474,7 @@ def test_data_and_models_that_cannot_work_are_refused_at_the_start(make, folder,
     scorer_folder(tmp_path / "short", folder / "other")
     config = json.loads((tmp_path / "short" / "config.json").read_text())
     (tmp_path / "short" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10}))
+    tiny_folder(tmp_path / "few", max_position_embeddings=24)
     tiny_folder(tmp_path / "foreign", characters="9876543210+=?\n")
     cases = [
         ({"ptx": {"data": str(tmp_path / "bare.jsonl")}}, "ptx.data: row 0 has no response"),
@@ -426,6 +487,14 @@ def test_data_and_models_that_cannot_work_are_refused_at_the_start(make, folder,
         ({"critic.path": str(tmp_path / "foreign")}, "policy and critic .* differ in 10 ids .2: policy '0', critic '9'"),
         ({"reference.path": str(tmp_path / "foreign")}, "policy and reference .* differ in 10 ids"),
         ({"rewards": [{"recipe": "x.yaml"}]}, "recipe is not trained yet"),
+        (
+            {"teacher": {"kind": "self", "weights": "live"}, "data.privileged_column": "none"},
+            "row 0 gives the self-teacher nothing",
+        ),
+        (
+            {"reference.path": str(tmp_path / "few"), "rollout.environment": {"name": "calculator"}},
+            "its response up to 60; allowed: 24 in all by the reference",
+        ),
     ]
     for number, (changes, expected) in enumerate(cases):
         with pytest.raises(ValueError, match=expected):

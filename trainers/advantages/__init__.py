@@ -16,7 +16,7 @@ Rooms:
     normalise       whitening, running moments, explained variance
 """
 
-from trainers.advantages.estimators import gae, group_advantages, rewards_to_go, token_rewards
+from trainers.advantages.estimators import all_equal, gae, group_advantages, rewards_to_go, token_rewards
 from trainers.advantages.kl import AdaptiveKL, kl_estimate
 from trainers.advantages.mismatch import mismatch_weights
 from trainers.advantages.normalise import RunningMoments, Total, explained_variance, whiten
@@ -25,6 +25,7 @@ __all__ = [
     "AdaptiveKL",
     "RunningMoments",
     "Total",
+    "all_equal",
     "explained_variance",
     "gae",
     "group_advantages",

@@ -13,6 +13,7 @@ PerToken = Float[Tensor, " n"]
 GroupEstimator = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp_baseline"]
 
 GRPO_EPS = 1e-6
+ROUNDING = 1e-5  # in fp32, of scores that went through a model
 
 
 def token_rewards(score: float, num_tokens: int, kl: PerToken | None = None, beta: float = 0.0) -> PerToken:
@@ -25,11 +26,11 @@ def token_rewards(score: float, num_tokens: int, kl: PerToken | None = None, bet
     return rewards.float()
 
 
-def rewards_to_go(rewards: PerToken, gamma: float = 1.0) -> PerToken:
-    """sum over s >= t of gamma^(s - t) r_s."""
+def rewards_to_go(rewards: PerToken) -> PerToken:
+    """sum over s >= t of r_s."""
     to_go, later = [], 0.0
     for reward in reversed(rewards.tolist()):
-        later = reward + gamma * later
+        later = reward + later
         to_go.append(later)
     return rewards.new_tensor(to_go[::-1])
 
@@ -56,7 +57,8 @@ def group_advantages(estimator: GroupEstimator, rewards: PerToken, groups: Seque
     """One advantage per response from the rewards r of its group, the responses to one prompt.
 
     `rewards` and `groups` list all responses of the step on every rank, so that it does not matter how a group is split over
-    ranks and micro-batches. Responses whose rewards are all equal get exactly 0, and so does one alone in its group.
+    ranks and micro-batches. Responses whose rewards are all equal (but for rounding) get exactly 0, and so does one alone in its
+    group.
 
     grpo: (r - mean) / (std + 1e-6), with the standard deviation of the group itself, over G (Shao et al. 2024, section 4.1;
     TRL and verl divide by G - 1, which makes it smaller by sqrt((G - 1) / G)). dr_grpo: r - mean (Liu et al. 2025). rloo: r -
@@ -74,8 +76,14 @@ def group_advantages(estimator: GroupEstimator, rewards: PerToken, groups: Seque
     return advantages
 
 
+def all_equal(rewards: Sequence[float]) -> bool:
+    """Whether their differences are no more than rounding: a reward model gives one response slightly different scores in
+    differently composed batches, and a division by the deviation would make signal of it."""
+    return max(rewards) - min(rewards) <= ROUNDING * max(1.0, abs(max(rewards)), abs(min(rewards)))
+
+
 def _of_group(estimator: GroupEstimator, rewards: Tensor) -> Tensor:
-    if rewards.min() == rewards.max():  # their mean may round to another number
+    if all_equal(rewards.tolist()):
         return torch.zeros_like(rewards)
     centred = rewards - rewards.mean()
     match estimator:

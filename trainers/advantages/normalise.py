@@ -15,17 +15,17 @@ Total = Callable[[Sequence[float]], list[float]]
 MIN_STD = 1e-6  # less is rounding: such rewards are all equal
 
 
-def whiten(advantages: list[Tensor], total: Total, *, shift_mean: bool = True, eps: float = 1e-8) -> list[Tensor]:
+def whiten(advantages: list[Tensor], total: Total, *, eps: float = 1e-8) -> list[Tensor]:
     """(A - mean) / sqrt(variance + eps), both over all tokens of all responses on all ranks; the variance divides by their
     number.
 
-    `advantages` are this rank's responses, [n_i] each. `shift_mean` False adds the mean again. A single token becomes 0.
+    `advantages` are this rank's responses, [n_i] each. A single token becomes 0.
     """
     count, summed = total([sum(len(a) for a in advantages), sum(a.double().sum().item() for a in advantages)])
     mean = summed / max(count, 1)
     (squares,) = total([sum((a.double() - mean).square().sum().item() for a in advantages)])
     scale = (squares / max(count, 1) + eps) ** -0.5
-    return [((a.double() - mean) * scale + (0.0 if shift_mean else mean)).to(a.dtype) for a in advantages]
+    return [((a.double() - mean) * scale).to(a.dtype) for a in advantages]
 
 
 def explained_variance(values: list[Tensor], returns: list[Tensor], total: Total) -> float:

@@ -45,7 +45,7 @@ class Reference(Strict):
 
 class Mismatch(Strict):
     """Correction for a rollout engine whose log-probs are not the trainer's: w = exp(log p_train - log p_rollout), detached.
-    What it would be is reported always."""
+    How far the two are apart is in the metrics always."""
 
     correct: Literal["off", "truncate", "mask"] = Field("off", description="truncate: min(w, high); mask: 0 outside [low, high]")
     level: Literal["token", "sequence"] = Field(
@@ -53,6 +53,12 @@ class Mismatch(Strict):
     )
     low: float = Field(0.5, ge=0, description="mask only")
     high: float = Field(2.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Mismatch:
+        if self.correct == "mask" and self.low >= self.high:
+            raise ValueError(f"mismatch: low={self.low:g} and high={self.high:g} leave no weight inside; allowed: low below high")
+        return self
 
 
 class RewardKL(Strict):
@@ -94,10 +100,10 @@ RewardComponent = Annotated[
 class RewardShaping(Strict):
     """What becomes of a response's score before advantages are made of it."""
 
-    clip: float | None = Field(None, gt=0, description="to +- this")
     normalise: Literal["none", "scale", "whiten"] = Field(
         "none", description="by running statistics over all responses so far; scale: the deviation only; whiten: the mean too"
     )
+    clip: float | None = Field(None, gt=0, description="to +- this, after it was normalised")
     missing_eos_penalty: float = Field(0.0, ge=0, description="taken off where a response was cut by the length limit")
     mask_truncated: bool = Field(False, description="a response cut by the length limit is in no loss")
 
@@ -144,6 +150,9 @@ class DynamicSampling(Strict):
     """DAPO: prompts whose samples all have one reward teach nothing and are replaced by further prompts."""
 
     max_batches: int = Field(4, ge=1, description="draws of prompts in a step, at most; then it makes do with what there is")
+    component: str | None = Field(
+        None, description="compare this component of the reward (as metrics name it: reward/NAME); None: the whole reward"
+    )
 
 
 class PretrainingMix(Strict):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from hybrid.config import HybridConfig, Strict
+from hybrid.config import HybridConfig, Strict, over
 from trainers.config.models import ModelConfig
 from trainers.config.policy import (
     Advantages,
@@ -33,6 +33,8 @@ from trainers.config.sections import (
     TrainSection,
 )
 from trainers.config.teachers import DistillLoss, Teacher
+
+WITH_DROPOUT, NEAR_REFERENCE = HybridConfig(dropout=True), RewardKL(beta=0.05)
 
 
 class RunConfig(Strict):
@@ -70,12 +72,7 @@ class SFTConfig(RunConfig):
     """Unlike on-policy recipes, keeps the checkpoint's dropout unless `engine.dropout` says otherwise."""
 
     recipe: Literal["sft"]
-    engine: HybridConfig = HybridConfig(dropout=True)
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _keep_dropout(cls, engine: Any) -> Any:
-        return {"dropout": True, **engine} if isinstance(engine, dict) else engine
+    engine: Annotated[HybridConfig, over(WITH_DROPOUT)] = WITH_DROPOUT
 
 
 class PolicyConfig(RunConfig):
@@ -97,8 +94,9 @@ class PolicyConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check(self) -> PolicyConfig:
-        if not self.rewards:
-            raise ValueError("rewards is empty; allowed: one component or more, each with `name`, `model` or `recipe`")
+        if not self.rewards and self.rollout.environment is None:
+            raise ValueError("rewards is empty; allowed: one component or more, each with `name`, `model` or `recipe`; none only "
+                             "with rollout.environment, whose rewards count then")  # fmt: skip
         if self.rollout.given_fraction > 0:
             raise ValueError("rollout.given_fraction: a policy gradient needs tokens drawn from the policy; set it to 0")
         wants_reference = self.reward_kl.beta > 0 or self.reward_kl.target is not None or self.loss.kl > 0
@@ -144,7 +142,7 @@ class PPOConfig(PolicyConfig):
     """Actor, critic, reference and reward in one process group (Schulman et al. 2017; Ouyang et al. 2022)."""
 
     recipe: Literal["ppo"]
-    reward_kl: RewardKL = RewardKL(beta=0.05)
+    reward_kl: Annotated[RewardKL, over(NEAR_REFERENCE)] = NEAR_REFERENCE
     critic: Critic = Critic()
     advantages: Advantages = Advantages()
 
@@ -187,13 +185,8 @@ class RewardRecipe(RunConfig):
     """Bradley-Terry on pairs: `chosen` is preferred to `rejected`. Keeps the checkpoint's dropout, as SFT does."""
 
     recipe: Literal["reward"]
-    engine: HybridConfig = HybridConfig(dropout=True)
+    engine: Annotated[HybridConfig, over(WITH_DROPOUT)] = WITH_DROPOUT
     loss: PairLoss = PairLoss()
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _keep_dropout(cls, engine: Any) -> Any:
-        return {"dropout": True, **engine} if isinstance(engine, dict) else engine
 
     @field_validator("data", mode="before")
     @classmethod

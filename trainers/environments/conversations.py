@@ -67,7 +67,7 @@ class Conversations:
         tokenizer cannot encode.
         """
         raise_together(self._prepare(prompts))
-        work = [len(p.prompt.ids) + sampling.num_samples * self._limit(p.prompt) for p in prompts]
+        work = [len(p.prompt.ids) + sampling.num_samples * self.limit(p.prompt) for p in prompts]
         mine = share(prompts, self.engine.rank, self.engine.world_size, work)
         with self.engine.generating() as runner:
             conversations, error = self._converse(runner, mine, sampling)
@@ -126,7 +126,7 @@ class Conversations:
                     waiting[request_id, sample] = conversation
         return conversations, next(iter(errors), None)
 
-    def _limit(self, prompt: Prompt) -> int:
+    def limit(self, prompt: Prompt) -> int:
         """Tokens of a response, at most."""
         room = self.engine.max_model_len - len(prompt.ids)
         return room if self.config.max_response_tokens is None else min(room, self.config.max_response_tokens)
@@ -161,7 +161,7 @@ class Conversations:
             row = conversation.drawn.prompt.index
             raise ValueError(f"environment {self.config.name}: row {row}: {error}") from error
         prompt = conversation.drawn.prompt
-        room = self._limit(prompt) - (len(conversation.ids) - len(prompt.ids)) - len(ids)
+        room = self.limit(prompt) - (len(conversation.ids) - len(prompt.ids)) - len(ids)
         if room <= 0:
             conversation.finish_reason = "length"
             return 0

@@ -104,7 +104,7 @@ class Length:
         pass
 
     def values(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        return [length_penalty(len(r.response_ids), self._max_tokens, self._buffer) for r in rollouts]
+        return [length_penalty(r.num_response, self._max_tokens, self._buffer) for r in rollouts]
 
     def close(self) -> None:
         pass

@@ -97,8 +97,8 @@ def test_problems_of_a_list_s_items_have_their_place_and_their_own_keys(write):
         "reference.pth: unknown key; the nearest known one is reference.path",
         "critic.optimizer.lrr: unknown key; the nearest known one is critic.optimizer.lr",
     ]
-    assert refused(write(REWARDED + "rewards: []"))[0].endswith("rewards is empty; allowed: one component or more, each with "
-                                                               "`name`, `model` or `recipe`")  # fmt: skip
+    assert "rewards is empty; allowed: one component or more, each with `name`," in refused(write(REWARDED + "rewards: []"))[0]
+    assert not load_settings(write(REWARDED + "rewards: []\nrollout: {environment: {name: calculator}}")).rewards
 
 
 @pytest.mark.parametrize(

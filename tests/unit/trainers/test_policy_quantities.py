@@ -116,12 +116,12 @@ class Loops:
     def _shape(self) -> None:
         shaping = self.config.shaping
         scores = [score(x.rollout.text, x.rollout.prompt) for x in self.responses]
-        if shaping.clip is not None:
-            scores = [max(-shaping.clip, min(shaping.clip, s)) for s in scores]
         if shaping.normalise != "none":
             mean = sum(scores) / len(scores)
             deviation = math.sqrt(sum((s - mean) ** 2 for s in scores) / len(scores))
             scores = [(s - (mean if shaping.normalise == "whiten" else 0.0)) / deviation for s in scores]
+        if shaping.clip is not None:
+            scores = [max(-shaping.clip, min(shaping.clip, s)) for s in scores]
         for x, s in zip(self.responses, scores, strict=True):
             x.score = s - (shaping.missing_eos_penalty if x.was_cut else 0.0)
 
