@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 
 import pytest
 import torch
@@ -170,6 +172,32 @@ def test_a_stop_ends_the_lock_step_early(pool2, folders):
         assert r["length"] == r["expected"]
         assert r["reason"] == "stop"
         assert r["forwards"] <= longest + 1
+
+
+def greedy_to_its_end(folder: str, prompts: list[int]) -> dict:
+    engine = make_engine(folder, rollout={"gather": "stream"})
+    with engine.generating() as runner:
+        ((sample,),) = runner.generate([[prompts[engine.rank]]], SamplingParams(max_new_tokens=64, temperature=0.0))
+        return {"ids": sample.token_ids, "reason": sample.finish_reason, "forwards": runner.stats().forwards}
+
+
+def test_ends_of_sequence_at_steps_2_and_5_take_5_forwards_of_64_allowed(pool2, tmp_path):
+    """Ends are what the model itself draws: ids of its generation_config that greedy decoding meets there and not before."""
+    hf = save_tiny(tmp_path, "llama")
+    greedy = {first: hf_greedy(hf, [first], 5) for first in range(3, 40)}
+
+    def ends(prompts: tuple[int, int]) -> set[int]:
+        return {1, greedy[prompts[0]][1], greedy[prompts[1]][4]}
+
+    def steps(prompts: tuple[int, int]) -> list[int]:
+        return [min(step for step, i in enumerate([*greedy[p], 1], start=1) if i in ends(prompts)) for p in prompts]
+
+    prompts = next(pair for pair in itertools.permutations(greedy, 2) if steps(pair) == [2, 5])
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": sorted(ends(prompts))}))
+    results = pool2.run(greedy_to_its_end, str(tmp_path), list(prompts), timeout_s=60)
+    assert [r["ids"] for r in results] == [greedy[prompts[0]][:2], greedy[prompts[1]]]
+    assert [(r["reason"], r["forwards"]) for r in results] == [("stop", 5)] * 2
 
 
 def shares(folder: str, gather: str, counts: list[int]) -> dict:

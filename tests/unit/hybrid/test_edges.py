@@ -312,10 +312,12 @@ def test_generation_leaves_the_config_of_the_training_module_alone(tmp_path, fam
     assert torch.equal(engine.score(pack(SEQUENCES)), logprobs)
 
 
-def test_padding_moves_no_position_of_a_learned_table(tmp_path):
+@pytest.mark.parametrize("attention", ["packed", "sdpa", "eager"])  # the last two pad
+def test_padding_moves_no_position_of_a_learned_table(tmp_path, attention):
     """Rotary models would hide a shift of all positions alike; gpt2 adds each position's own row."""
     save_tiny(tmp_path, "gpt2")
-    engine, hf = make_engine(str(tmp_path)), hf_module(str(tmp_path))
+    engine, hf = make_engine(str(tmp_path), attn_implementation=attention), hf_module(str(tmp_path))
+    assert engine.model.packs == (attention == "packed")
     together = engine.score(pack(SEQUENCES)).split([len(s) - 1 for s in SEQUENCES])
     for sequence, row in zip(SEQUENCES, together, strict=True):
         torch.testing.assert_close(row, engine.score(pack([sequence])), rtol=0, atol=1e-5)

@@ -180,6 +180,21 @@ def test_a_rollout_is_that_of_the_merged_folder_and_of_the_training_forward(tmp_
         assert all(torch.equal(merged[n], t) for n, t in tower.items())
 
 
+@pytest.mark.parametrize("targets", [["q_proj", "k_proj", "v_proj"], "all-linear"], ids=str)
+@pytest.mark.parametrize("gather", ["full", "stream"])
+def test_a_rollout_leaves_every_weight_of_base_and_adapter_as_it_was(tmp_path, targets, gather):
+    """Its copy holds q, k and v in one matrix, of which k and v have half of q's rows."""
+    save_base_and_adapter(tmp_path, "llama", targets=targets, num_hidden_layers=2)
+    engine = _engine(tmp_path, rollout={"gather": gather, "on_leave": "keep"})
+    before = full_weights(engine)
+    completions = engine.generate(PROMPTS, GREEDY)
+    assert _same(before, full_weights(engine))
+    adapted, base = with_peft(tmp_path / "base", tmp_path / "adapter"), hf_module(str(tmp_path / "base"))
+    for model, is_it in ((adapted, True), (base, False)):
+        wanted = [hf_greedy(model, prompt, GREEDY.max_new_tokens) for prompt in PROMPTS]
+        assert ([sample.token_ids for (sample,) in completions] == wanted) is is_it
+
+
 def test_rows_of_a_weight_are_rows_of_the_product(folder):
     engine = _engine(folder)
     source = engine.model.source()

@@ -23,6 +23,7 @@ TOKENS = sum(len(s) - 1 for s in SEQUENCES)
 SPLITS = {
     "1x1": [[(0, 8)]],
     "1x2": [[(0, 3), (3, 8)]],
+    "1x8": [[(i, i + 1) for i in range(8)]],
     "2x1": [[(0, 5)], [(5, 8)]],
     "2x2": [[(0, 1), (1, 3)], [(3, 6), (6, 8)]],
     "uneven": [[(0, 2)], [(2, 4), (4, 5), (5, 8)]],
@@ -75,7 +76,7 @@ def _check(result: dict) -> None:
     assert result["mode kept"]
 
 
-@pytest.mark.parametrize("split", ["1x1", "1x2"])
+@pytest.mark.parametrize("split", ["1x1", "1x2", "1x8"])
 def test_one_rank_gives_the_gradient_of_one_big_batch(folder, split):
     _check(gradient_errors(folder, SPLITS[split], {}))
 

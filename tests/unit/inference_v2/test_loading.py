@@ -224,6 +224,32 @@ def test_exaone4_pattern_forms_load(
     assert "".join({"sliding_attention": "L", "full_attention": "G"}[kind] for kind in types) == want
 
 
+@pytest.mark.parametrize(
+    ("form", "kinds"),
+    [
+        ({"sliding_window_pattern": None}, "GGGG"),
+        ({"sliding_window_pattern": "LLLG"}, "LLLG"),
+        ({"sliding_window_pattern": None, "layer_types": "GLGG"}, "GLGG"),
+        ({"sliding_window_pattern": "LLLG", "layer_types": "LGLG"}, "LGLG"),  # the list is what counts
+    ],
+)
+def test_an_exaone4_folder_of_any_pattern_form_answers_like_the_module(tmp_path: Path, form: dict, kinds: str) -> None:
+    """The module has its layers named one by one; the folder's window is 8, the prompt longer."""
+    names = {"L": "sliding_attention", "G": "full_attention"}
+    model = save_tiny(tmp_path, "exaone4", layer_types=[names[kind] for kind in kinds])
+    raw = json.loads((tmp_path / "config.json").read_text())
+    del raw["layer_types"]
+    form = form | ({"layer_types": [names[kind] for kind in form["layer_types"]]} if "layer_types" in form else {})
+    (tmp_path / "config.json").write_text(json.dumps(raw | form))
+    engine, prompt = load_engine(tmp_path), list(range(3, 32))
+    ((sample,),) = engine.generate([prompt], SamplingParams(max_new_tokens=6, temperature=0.0, ignore_eos=True))
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *sample.token_ids]]), use_cache=False).logits[0, len(prompt) - 1 : -1, :79]
+    assert logits.argmax(-1).tolist() == list(sample.token_ids)
+    want = logits.log_softmax(-1).max(-1).values
+    torch.testing.assert_close(torch.tensor(sample.logprobs_raw), want, rtol=0, atol=1e-4)
+
+
 def test_a_folders_config_equals_transformers_own_reading(folder: Path) -> None:
     from transformers import AutoConfig
 

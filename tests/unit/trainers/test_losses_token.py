@@ -289,7 +289,7 @@ FUSED = {
 
 @pytest.mark.parametrize("march", BUILDS.values(), ids=BUILDS)
 @pytest.mark.parametrize("vocab", [37, 700])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 2.0])
 @pytest.mark.parametrize("settings", FUSED.values(), ids=FUSED)
 def test_the_kernels_losses_are_the_plain_ones(
     settings: dict[str, Any] | None, temperature: float, vocab: int, march: str
@@ -326,6 +326,31 @@ def test_the_kernels_losses_are_the_plain_ones(
     per_token, _ = same(z, one)
     assert per_token.item() == 0
     assert not torch.autograd.grad(per_token.sum(), z)[0].any()
+
+
+NEVER_NEGATIVE = {name: s for name, s in EVERY.items() if "sampled_token" not in name and name != "clip_element"}
+
+
+@pytest.mark.parametrize("march", [None, "native"])
+@pytest.mark.parametrize("settings", NEVER_NEGATIVE.values(), ids=NEVER_NEGATIVE)
+def test_no_divergence_of_bf16_models_with_large_logits_is_negative(settings: dict[str, Any], march: str | None) -> None:
+    """Logits of 60 over 32,768 ids from bf16 hidden states and heads; teachers that are the student, near it and far away."""
+    try:
+        kernels = REFERENCE if march is None else cpu_kernels(march)
+    except BuildError as error:
+        pytest.skip(str(error))
+    generator = torch.Generator().manual_seed(3)
+    hidden, weight = torch.randn(N, H, generator=generator), torch.randn(32768, H, generator=generator)
+    head = Head((weight * (60 / (hidden @ weight.T).abs().max())).bfloat16())
+    batch = make_batch(vocab=32768)
+    for noise in (0.0, 2**-8, 1.0):
+        teacher_hidden = (hidden + noise * torch.randn(N, H, generator=generator)).bfloat16()
+        token_loss = divergence_token_loss(DistillLoss(**settings), head, 1.0, kernels)
+        logits = head.logits(hidden.bfloat16()).requires_grad_()
+        _, metrics = token_loss(logits, replace(batch, teacher_hidden=teacher_hidden))
+        assert 55 < logits.abs().max() < 65
+        assert metrics["divergence"].min() >= -1e-6
+        assert noise == 0 or metrics["divergence"].max() > 1e-6
 
 
 def test_the_kernels_gradient_is_taken_once_and_a_target_outside_is_refused() -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hybrid_cases import full_gradients, relative_error
 from safetensors.torch import load_file, save_file
 from tiny import character_tokenizer, save_tiny
 from trainer_cases import CHARACTERS, tiny_folder
@@ -20,6 +21,7 @@ from trainers.config import DistillLoss, FrozenTeacher, SelfTeacher
 from trainers.data.batching import counted_positions, make_batches
 from trainers.data.order import DrawnPrompt
 from trainers.losses import cross_entropy_token_loss, divergence_token_loss
+from trainers.losses.reductions import denominator, target_weights
 from trainers.rollout import sample_rollouts
 from trainers.scoring import check_same_vocabulary, open_teacher
 from trainers.types import Prompt
@@ -103,6 +105,56 @@ def test_a_teacher_equal_to_the_student_gives_no_loss_and_a_shifted_one_does(eng
         engine.optimizer.zero_grad()
     assert abs(losses[0]) <= 1e-6
     assert losses[1] > 1e-3
+
+
+def test_a_shift_by_one_token_has_the_loss_of_a_loop(engine, folder):
+    """Teacher and student are one model: 0 where aligned, and with the teacher's rows a token late (a response's first reads its
+    last) the KL between rows of HF's own forward, each taken at the token before the one it predicts."""
+    rollouts = rollouts_of(engine)
+    teacher = teacher_of(engine, folder, SelfTeacher(kind="self", weights="start"))
+    hidden = teacher.score(rollouts)
+    model, count = AutoModelForCausalLM.from_pretrained(folder / "student", dtype=torch.float64), 0
+    expected = [0.0, 0.0]
+    for rollout in rollouts:
+        places = torch.tensor(counted_positions(rollout)) - 1
+        assert places.tolist() == list(range(rollout.num_prompt - 1, len(rollout.ids) - 1))
+        with torch.no_grad():
+            log_s = model(torch.tensor([rollout.ids])).logits[0, places].log_softmax(-1)
+        log_t = log_s.roll(1, 0)
+        expected[1] += float((log_t.exp() * (log_t - log_s)).sum())
+        count += len(places)
+    for shift, total in enumerate(expected):
+        batches = make_batches(rollouts, 20, fields={"teacher_hidden": [h.roll(shift, 0) for h in hidden]})
+        with teacher.head() as head:
+            loss = engine.forward_backward(batches, divergence_token_loss(LOSS, head, 1.0))["loss"]
+        engine.optimizer.zero_grad()
+        assert loss == pytest.approx(total / count, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_four_responses_have_the_gradient_of_four_micro_batches_of_one(engine, folder, reduction):
+    """Of 1, 2, 5 and 8 tokens: a mean per micro-batch would weigh the short ones like the long ones."""
+    drawn = prompts(privileged=True)
+    rollouts = []
+    for i, length in enumerate((8, 1, 5, 2)):
+        sampling = SamplingParams(max_new_tokens=length, ignore_eos=True, seed=i)
+        rollouts += sample_rollouts(engine, drawn[i % 3 : i % 3 + 1], sampling)
+    assert [len(r.response_ids) for r in rollouts] == [8, 1, 5, 2]
+    teacher = teacher_of(engine, folder, FrozenTeacher(path=str(folder / "teacher")))
+    hidden, found = teacher.score(rollouts), []
+    for tokens, count in ((1000, 1), (1, 4)):
+        batches = make_batches(rollouts, tokens, fields={"teacher_hidden": hidden})
+        assert len(batches) == count
+        weights = [target_weights(batch, reduction) for batch in batches]
+        divisor = sum(denominator(batch, reduction) for batch in batches)
+        with teacher.head() as head:
+            token_loss = divergence_token_loss(LOSS, head, 1.0)
+            loss = engine.forward_backward(batches, token_loss, weights=weights, denominator=divisor)["loss"]
+        found.append((loss, full_gradients(engine)))
+        engine.optimizer.zero_grad()
+    (one_loss, one), (four_loss, four) = found
+    assert four_loss == pytest.approx(one_loss, rel=1e-6)
+    assert max(relative_error(four[name], one[name]) for name in one) < 1e-5
 
 
 @pytest.mark.parametrize("kind", ["frozen", "start", "live", "ema"])
