@@ -181,8 +181,10 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     settings = folder / "tokenizer_config.json"
     if settings.is_file():
         _refuse_remote_code(settings, _read_json(settings), trust_remote_code)
-    # Ours, where there is one: transformers' own reading of a config fails on forms of exaone4's pattern that ours knows
-    config = load_config(folder, trust_remote_code=trust_remote_code) if (folder / "config.json").is_file() else None
+    try:  # our reading of the config, for forms of exaone4's pattern that transformers' own fails on
+        config = load_config(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError):  # a folder that is only a tokenizer's need not have one that is a model's
+        config = None
     try:
         return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=trust_remote_code)
     except Exception as error:  # tokenizers raises bare Exceptions, and transformers whatever a malformed file leads to
