@@ -72,7 +72,8 @@ def _check_run(run: RunConfig) -> Iterator[str]:
             check_pairs(held_out.prompts, limit or loaded.hf_config.get_text_config().max_position_embeddings)
             yield f"  {run.data.eval}: {len(held_out)} held-out pairs"
             return
-        Evaluator(run.eval, held_out.prompts).close()
+        if not run.eval.by_training_rewards:
+            Evaluator(run.eval, held_out.prompts).close()
         yield f"  {run.data.eval}: {len(held_out)} held-out prompts, scored by {run.eval.reward}"
 
 

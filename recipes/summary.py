@@ -18,9 +18,10 @@ def summary(config: RunConfig) -> Iterator[str]:
     if (teacher / "metrics.jsonl").is_file() and (of_teacher := evaluations(teacher)):
         yield f"teacher   {of_teacher[-1]:.1%} {reward} on held-out prompts   {teacher / 'model'}"
     if scores:
-        before = f"{scores[0]:.1%} -> " if len(scores) > 1 else ""
+        shown = [f"{score:.1%}" if config.eval.is_share else f"{score:.4g}" for score in scores]
+        before = f"{shown[0]} -> " if len(shown) > 1 else ""
         distilled = getattr(config, "teacher", None) is not None
-        yield f"{'student' if distilled else 'score':<10}{before}{scores[-1]:.1%} {reward} on held-out prompts"
+        yield f"{'student' if distilled else 'score':<10}{before}{shown[-1]} {reward} on held-out prompts"
     if ranked := evaluations(run_dir, "eval_accuracy"):
         before = f"{ranked[0]:.1%} -> " if len(ranked) > 1 else ""
         yield f"{'score':<10}{before}{ranked[-1]:.1%} of held-out pairs ranked right"

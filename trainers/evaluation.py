@@ -10,6 +10,7 @@ from hybrid.engine import HybridEngine
 from trainers.config import EvalConfig
 from trainers.data.order import DrawnPrompt
 from trainers.environments.conversations import Conversations, last_turn
+from trainers.reward_scoring import RewardScorer
 from trainers.rewards import Rewards, from_name
 from trainers.rollout import sample_rollouts
 from trainers.types import Prompt, Rollout
@@ -34,13 +35,20 @@ class Evaluation:
 class Evaluator:
     """Raises ValueError at construction for an unknown reward, or a prompt without the answer that a built-in reward needs."""
 
-    def __init__(self, config: EvalConfig, prompts: Sequence[Prompt], conversations: Conversations | None = None) -> None:
-        """`conversations`: prompts are completed in several turns, and the policy's last one is scored."""
-        self.config, self.prompts, self.conversations = config, prompts, conversations
+    def __init__(
+        self,
+        config: EvalConfig,
+        prompts: Sequence[Prompt],
+        conversations: Conversations | None = None,
+        scorer: RewardScorer | None = None,
+    ) -> None:
+        """`conversations`: prompts are completed in several turns, and the policy's last one is scored. `scorer`: of
+        config.reward=rewards; it stays its owner's."""
+        self.config, self.prompts, self.conversations, self.scorer = config, prompts, conversations, scorer
         if conversations is not None:
             conversations.check(prompts)
-        self.rewards = Rewards([from_name(config.reward)])
-        self.rewards.check(prompts)
+        self.rewards = Rewards([] if scorer is not None else [from_name(config.reward)])
+        (scorer or self.rewards).check(prompts)
 
     def run(self, engine: HybridEngine) -> Evaluation:
         """Collective: each rank completes and scores its share."""
@@ -50,20 +58,25 @@ class Evaluator:
         else:
             completed = self.conversations.sample(drawn, self.config.sampling)
             answers = [replace(r, text=last_turn(r, engine.tokenizer)) for r in completed]
-        scores = self.rewards.score(answers)
-        rollouts = [replace(r, reward=s.total) for r, s in zip(completed, scores, strict=True)]
+        values, num_failed = self._scores(answers)
+        rollouts = [replace(r, reward=value) for r, value in zip(completed, values, strict=True)]
         *totals, failures = engine.mesh.sum(
             [
-                sum(s.total for s in scores),
+                sum(values),
                 sum(r.num_response for r in rollouts),
                 sum(r.finish_reason == "length" for r in rollouts),
-                sum(bool(s.failed) for s in scores),
+                num_failed,
             ]
         )
         reward, length, truncated = (total / len(self.prompts) for total in totals)
         return Evaluation(
             reward, length, truncated, len(self.prompts), tuple(rollouts[: self.config.samples]), failures=int(failures)
         )
+
+    def _scores(self, answers: Sequence[Rollout]) -> tuple[list[float], int]:
+        """Of this rank's completions, and how many a reward failed for."""
+        scores = self.rewards.score(answers) if self.scorer is None else self.scorer.scores(answers)
+        return [s.total for s in scores], sum(bool(s.failed) for s in scores)
 
     def close(self) -> None:
         self.rewards.close()

@@ -20,11 +20,12 @@ from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from hybrid.mesh import gather_texts
 from trainers.advantages import AdaptiveKL, RunningMoments, kl_estimate, mismatch_weights
-from trainers.algorithm import Algorithm, Fields, Learner, Mixture, Take
+from trainers.algorithm import Algorithm, EvaluatesHeldOut, Fields, Learner, Mixture, Take
 from trainers.config import PolicyConfig
 from trainers.data.batching import counted_positions
 from trainers.data.order import DrawnPrompt, stable_hash
 from trainers.ema import PolicyAverage
+from trainers.evaluation import Evaluator
 from trainers.losses import divergence_token_loss
 from trainers.losses.policy import policy_token_loss
 from trainers.pretraining_mix import PretrainingData
@@ -95,6 +96,15 @@ class OnPolicy(Algorithm):
         for name, model in (*readers, *((name, engine.model) for name, engine in self.others.items())):
             require_room(prompts, model.max_positions, reader=name, **room)
         self.rewards.check(prompts)
+
+    def open_evaluator(self, prompts: Sequence[Prompt]) -> EvaluatesHeldOut:
+        if not self.config.eval.by_training_rewards:
+            return super().open_evaluator(prompts)
+        most = self.config.eval.max_new_tokens
+        require_room(prompts, self.engine.max_model_len, max_new_tokens=most)
+        for reward in self.rewards.models:
+            require_room(prompts, reward.model.max_positions, reader="reward model", max_new_tokens=most)
+        return Evaluator(self.config.eval, prompts, self.conversations, self.rewards)
 
     # -- responses and what they are worth
 

@@ -64,8 +64,17 @@ class RewardScorer:
         self.functions.check(prompts)
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, float]]:
-        """The rollouts with `reward` (what they have already, from an environment, included) and `reward_parts`, and metrics over
-        all ranks. Collective."""
+        """The rollouts with `reward` and `reward_parts`, and metrics over all ranks. Collective."""
+        scores = self.scores(rollouts)
+        metrics = reward_metrics(scores, self.names, self.engine.mesh.sum)
+        judged = [
+            replace(r, reward=s.total, reward_parts={**(r.reward_parts or {}), **s.parts})
+            for r, s in zip(rollouts, scores, strict=True)
+        ]
+        return judged, metrics
+
+    def scores(self, rollouts: Sequence[Rollout]) -> list[Scores]:
+        """What each is worth; what it has already, from an environment, is added. Collective."""
         scores = [
             Scores(total=s.total + (r.reward or 0.0), parts=s.parts, failed=s.failed)
             for s, r in zip(self.functions.score(rollouts), rollouts, strict=True)
@@ -77,12 +86,7 @@ class RewardScorer:
                 Scores(total=s.total + weight * value, parts={**s.parts, name: value}, failed=s.failed)
                 for s, value in zip(scores, values, strict=True)
             ]
-        metrics = reward_metrics(scores, self.names, self.engine.mesh.sum)
-        judged = [
-            replace(r, reward=s.total, reward_parts={**(r.reward_parts or {}), **s.parts})
-            for r, s in zip(rollouts, scores, strict=True)
-        ]
-        return judged, metrics
+        return scores
 
     def close(self) -> None:
         self.functions.close()

@@ -19,7 +19,7 @@ def rewards(case: Case) -> Iterator[Finding]:
     components = [c for c in getattr(config, "rewards", ()) if isinstance(c, RewardConfig)]
     for component in components:
         yield from _examined("rewards", component, case, case.prompts.prompts)
-    if config.data.eval is not None and not isinstance(config, RewardRecipe):
+    if config.data.eval is not None and not isinstance(config, RewardRecipe) and not config.eval.by_training_rewards:
         assert case.held_out is not None
         yield from _examined("eval.reward", from_name(config.eval.reward), case, case.held_out.prompts)
     if isinstance(config, PolicyConfig) and all(component.weight == 0 for component in config.rewards):

@@ -10,7 +10,7 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from rl_cases import SGD, models, parts, policy_settings, recording, scorer_folder, watched
+from rl_cases import SGD, models, parts, policy_settings, recording, score, scorer_folder, watched
 from safetensors.torch import load_file
 from trainer_cases import CHARACTERS, Killed, configure, run, settings, tiny_folder
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -427,6 +427,29 @@ def test_dynamic_sampling_makes_do_with_nothing(make, folder):
     _, records = run(tree)
     assert [(r["dynamic_drawn"], r["dynamic_kept"], r.get("tokens", 0.0)) for r in records.values()] == [(6.0, 0.0, 0.0)] * 2
     assert same(parts(tree)["model"], start(folder))
+
+
+# -- evaluation
+
+
+def test_held_out_prompts_are_scored_by_what_trains(make, folder):
+    rewards = [{"name": "rl_cases:score"}, {"model": str(folder / "scorer"), "weight": 0.5}]
+    held_out = {"data.eval": str(folder / "sums.jsonl"), "eval.reward": "rewards", "eval.max_new_tokens": 4, "eval.samples": 10}
+    tree = make("grpo", rewards=rewards, **held_out, **{"engine.optimizer.lr": 0.0})
+    _, records = run(tree)
+    lines = (Path(tree["output_dir"]) / "completions.jsonl").read_text().splitlines()
+    rows = [row for row in map(json.loads, lines) if row["kind"] == "eval" and row["step"] == 1]
+    assert len(rows) == 10
+    assert records[1]["eval_reward"] == pytest.approx(sum(row["reward"] for row in rows) / 10, abs=1e-6)
+    scorer = AutoModelForSequenceClassification.from_pretrained(folder / "scorer").eval()
+    encode = character_tokenizer(CHARACTERS).encode
+    for row in rows:
+        ids = [*encode(row["prompt"]), *encode(row["completion"]), *([1] if row["finish_reason"] == "stop" else [])]
+        with torch.no_grad():
+            judged = scorer(input_ids=torch.tensor([ids])).logits.item()
+        assert row["reward"] == pytest.approx(score(row["completion"], None) + 0.5 * judged, abs=1e-5)
+    with pytest.raises(ValueError, match=r"eval\.reward=rewards are those that a policy is trained with"):
+        configure(settings("sft", folder, **{"eval.reward": "rewards"}))
 
 
 # -- what is refused

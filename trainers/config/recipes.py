@@ -52,6 +52,12 @@ class RunConfig(Strict):
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
+    @model_validator(mode="after")
+    def _check_eval(self) -> RunConfig:
+        if self.eval.by_training_rewards and "rewards" not in type(self).model_fields:
+            raise ValueError("eval.reward=rewards are those that a policy is trained with; allowed here: a reward's own name")
+        return self
+
 
 class OPSDConfig(RunConfig):
     recipe: Literal["opsd"]

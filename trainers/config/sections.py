@@ -111,7 +111,8 @@ class EvalConfig(Strict):
     after: bool = True
     reward: str = Field(
         "exact_match",
-        description="exact_match, numeric_match, math_verify, regex:PATTERN, format:PATTERN, module:function, or a URL",
+        description="exact_match, numeric_match, math_verify, regex:PATTERN, format:PATTERN, module:function, a URL, or rewards: "
+        "those that a policy is trained with, reward models and an environment's included",
     )
     max_new_tokens: int = Field(128, ge=1)
     samples: int = Field(4, ge=0, description="completions written to the table at each evaluation")
@@ -121,6 +122,15 @@ class EvalConfig(Strict):
     def _check(self) -> EvalConfig:
         _ = self.sampling
         return self
+
+    @property
+    def by_training_rewards(self) -> bool:
+        return self.reward == "rewards"
+
+    @property
+    def is_share(self) -> bool:
+        """Whether the score is a share of right answers, between 0 and 1."""
+        return self.reward.partition(":")[0] in ("exact_match", "numeric_match", "math_verify", "regex", "format")
 
     @property
     def sampling(self) -> SamplingParams:
