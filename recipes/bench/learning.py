@@ -8,6 +8,7 @@ of them it is taken to rise in a straight line.
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 from itertools import pairwise
@@ -22,17 +23,23 @@ Curve = list[tuple[float, float]]  # (generated tokens so far, held-out score), 
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """The report. Raises ValueError where a run fails, or has no evaluation."""
-    curves: dict[str, list[Curve]] = {}
-    for recipe in args.recipes:
+    """The report. Raises ValueError for a recipe given twice, and where a run fails or has no evaluation."""
+    recipes: dict[str, list[str]] = {}  # by name: the file, and what is set for it alone
+    for recipe, *own in map(shlex.split, args.recipes):
         name = f"{Path(recipe).parent.name}/{Path(recipe).stem}"
-        curves[name] = [learning_curve(_trained(recipe, name, seed, args)) for seed in args.seeds]
+        if name in recipes:
+            raise ValueError(f"--recipes: {name} twice; allowed: each once, in one --out")
+        recipes[name] = [recipe, *own]
+    curves: dict[str, list[Curve]] = {}
+    for name, line in recipes.items():
+        curves[name] = [learning_curve(_trained(line, name, seed, args)) for seed in args.seeds]
     if args.plot is not None:
         draw(curves, args.target, args.plot)
     return {
         "command": "learning",
         "target": args.target,
         "seeds": args.seeds,
+        "settings": {name: " ".join([*own, *args.set]) for name, (_, *own) in recipes.items()},
         "tokens_to_target": {name: _summary([reached(c, args.target) for c in of_seeds]) for name, of_seeds in curves.items()},
         "scores": {name: [f"{c[0][1]:.3f} -> {c[-1][1]:.3f}" for c in of_seeds] for name, of_seeds in curves.items()},
         "machine": machine(),
@@ -80,10 +87,10 @@ def draw(curves: dict[str, list[Curve]], target: float, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _trained(recipe: str, name: str, seed: int, args: argparse.Namespace) -> Path:
+def _trained(line: list[str], name: str, seed: int, args: argparse.Namespace) -> Path:
     """The folder of the finished run."""
     folder = args.out / f"{name.replace('/', '_')}_seed{seed}"
-    command = [sys.executable, "-m", "recipes.cli", "train", recipe, f"seed={seed}", f"output_dir={folder}", *args.set]
+    command = [sys.executable, "-m", "recipes.cli", "train", *line, f"seed={seed}", f"output_dir={folder}", *args.set]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
         raise ValueError(f"{' '.join(command)} ended with code {done.returncode}: {done.stdout[-2000:]}")

@@ -74,7 +74,13 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
     loss_head.add_argument("--chunk-tokens", type=_positive, metavar="N", help="default: the engine's choice")
     loss_head.add_argument("--kernels", choices=("auto", "reference", "cpu"), default="auto")
     learning = of["learning"]
-    learning.add_argument("--recipes", nargs="+", required=True, metavar="CONFIG.yaml")
+    learning.add_argument(
+        "--recipes",
+        nargs="+",
+        required=True,
+        metavar="CONFIG.yaml",
+        help="each may be a quoted line: 'CONFIG.yaml key=value ...'",
+    )
     learning.add_argument("--seeds", type=_natural, nargs="+", default=[0, 1, 2], metavar="N")
     learning.add_argument("--target", type=float, default=0.8, metavar="SCORE")
     learning.add_argument("--set", nargs="+", default=[], metavar="key=value", help="for all recipes: the same start, say")

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
+from rl_cases import models, policy_settings
 from tiny import character_tokenizer, save_tiny
 from transformers import LlamaConfig
 
@@ -429,3 +431,30 @@ def test_a_peer_that_fails_is_named_with_its_last_words(model, capsys, tmp_path)
     assert "peer_vllm" in line
     assert "exit 3" in line
     assert "No module named vllm" in line
+
+
+def test_learning_runs_each_recipe_with_each_seed_once(tmp_path, capsys):
+    """Real runs, with what is set for one recipe and for all; a finished one is read again."""
+    models(tmp_path)
+    tree = policy_settings("grpo", tmp_path, **{"data.eval": str(tmp_path / "sums.jsonl"), "rewards": [{"name": "format:[0-9]"}]})
+    del tree["output_dir"]
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy/a.yaml").write_text(
+        yaml.safe_dump(tree | {"eval": {"reward": "format:[0-9]", "max_new_tokens": 3, "every": 1}})
+    )
+    argv = ["learning", "--recipes", f"{tmp_path}/toy/a.yaml max_steps=2", "--seeds", 3, "--target", 0.0,
+            "--out", tmp_path / "out", "--set", "rollout.prompts_per_step=2", "--plot", tmp_path / "p.png"]  # fmt: skip
+    found = []
+    for _ in range(2):
+        assert main(["bench", *map(str, argv), "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    metrics = tmp_path / "out/toy_a_seed3/metrics.jsonl"
+    records = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [r["step"] for r in records] == [0, 1, 2]
+    assert all(r["generated_tokens"] <= 2 * 2 * 6 for r in records[1:])  # two prompts x two samples
+    assert found[0]["tokens_to_target"] == found[1]["tokens_to_target"] == {"toy/a": {"by_seed": [0], "median": 0}}
+    assert found[0]["settings"] == {"toy/a": "max_steps=2 rollout.prompts_per_step=2"}
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    twice = [*argv[:2], "toy/a.yaml", "toy/a.yaml seed=1", *argv[3:]]
+    assert main(["bench", *map(str, twice)]) == 2
+    assert "toy/a twice" in capsys.readouterr().err
