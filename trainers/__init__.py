@@ -8,6 +8,7 @@ Rooms:
     backends/     the engine, transformers, vLLM
     environments/ what answers the policy between its turns
     rewards/      reward functions by name; reward_scoring: these and reward models together
+    deadline      calls of others' code, given up when they take too long (no torch)
     advantages/   from scores and log-probs to advantages, as pure functions
     losses/       pure functions of tensors
     scoring       teachers and references behind one seam: each fills one named field

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from hybrid.config import HybridConfig
 from hybrid.engine import HybridEngine
+from hybrid.mesh import raise_together
 from hybrid.models import SCALAR_HEAD, ShardedModel
 from trainers.config import RewardComponent, RewardModelRef
 from trainers.rewards import RewardConfig, Rewards, Scores, reward_metrics
@@ -48,7 +49,7 @@ class RewardScorer:
         self, components: Sequence[RewardComponent], engine: HybridEngine, settings: HybridConfig, *, micro_batch_tokens: int
     ) -> None:
         self.engine = engine
-        self.functions = Rewards([c for c in components if isinstance(c, RewardConfig)])
+        self.functions = Rewards([c for c in components if isinstance(c, RewardConfig)], raise_together)
         refs = [c for c in components if isinstance(c, RewardModelRef)]
         self.models = [RewardModel(c, engine, settings, micro_batch_tokens=micro_batch_tokens) for c in refs]
         numbers = [""] if len(refs) == 1 else [f"_{i + 1}" for i in range(len(refs))]
@@ -60,7 +61,7 @@ class RewardScorer:
         return (*self.functions.names, *self.model_names)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raises ValueError naming the first row that a built-in function cannot score."""
+        """Raises ValueError naming the first row that a built-in function cannot score. Collective."""
         self.functions.check(prompts)
 
     def score(self, rollouts: Sequence[Rollout]) -> tuple[list[Rollout], dict[str, float]]:

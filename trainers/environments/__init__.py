@@ -2,10 +2,10 @@
 
 Rooms:
     config         EnvironmentConfig, the YAML's `rollout.environment` (no torch)
-    environment    Environment, Reply, and environments by name
+    environment    Environment, Reply
+    registry       environments by name
     calculator     answers arithmetic that the policy asks for
     verifier       lets the policy try again
     messages       an environment's text to ids, with the chat template's turn markers
-    replies        many environments asked side by side, none of which can stop a run
     conversations  prompts -> rollouts of several turns
 """

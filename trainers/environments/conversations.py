@@ -4,6 +4,7 @@ barrier between turns, and what a turn begins with is in the prefix cache."""
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,18 +12,20 @@ from functools import partial
 from typing import Any
 
 from hybrid.engine import HybridEngine
-from hybrid.mesh import Mesh, raise_together
+from hybrid.mesh import Mesh, describe, raise_together
 from hybrid.runner import Runner
 from inference_v2.types import Completion, Request, SamplingParams
 from trainers.data.order import DrawnPrompt, share
+from trainers.deadline import Deadline
 from trainers.environments.config import EnvironmentConfig
 from trainers.environments.environment import Environment, Reply
 from trainers.environments.messages import MessageEncoder
 from trainers.environments.registry import ENVIRONMENTS, resolve
-from trainers.environments.workers import Workers
 from trainers.types import Prompt, Rollout, Source, Span
 
 logger = logging.getLogger(__name__)
+
+MOST_STUCK = 64  # replies that have not come; with so many of them no environment is asked
 
 
 class Conversations:
@@ -41,7 +44,7 @@ class Conversations:
         self.config, self.engine = config, engine
         self._make = resolve(config.name, config.settings)
         self._encoder = MessageEncoder(engine.tokenizer, config, engine.model.eos_token_ids, chat_template_kwargs or {})
-        self._workers = Workers(config.timeout_s)
+        self._calls = Deadline(config.timeout_s, workers=math.inf, most_stuck=MOST_STUCK)
         self._stop: tuple[str, ...] | None = None  # known once an environment was made
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -51,7 +54,7 @@ class Conversations:
             try:
                 self._stop = _stop_strings(self._make(prompt))
             except Exception as error:  # a user's class: whatever it raises
-                raise ValueError(f"environment {self.config.name}: row {prompt.index}: {_line(error)}") from error
+                raise ValueError(f"environment {self.config.name}: row {prompt.index}: {describe(error)}") from error
 
     def sample(self, prompts: Sequence[DrawnPrompt], sampling: SamplingParams) -> list[Rollout]:
         """`sampling.num_samples` conversations for each prompt of this rank's share of `prompts` (those of all ranks), prompt by
@@ -71,13 +74,14 @@ class Conversations:
         mine = share(prompts, self.engine.rank, self.engine.world_size, work)
         with self.engine.generating() as runner:
             conversations, error = self._converse(runner, mine, sampling)
+        self._calls.close()
         raise_together(error)
         failures = [(c, c.failure) for c in conversations if c.failure is not None]
         for first, failure in failures[:1]:
             logger.warning(
                 "environment %s failed in %d of %d conversations of rank %d; the first: row %d sample %d: %s",
                 self.config.name, len(failures), len(conversations), self.engine.rank,
-                first.drawn.prompt.index, first.sample_index, _line(failure),
+                first.drawn.prompt.index, first.sample_index, describe(failure),
             )  # fmt: skip
         return [c.rollout(self.engine.tokenizer) for c in conversations]
 
@@ -131,10 +135,10 @@ class Conversations:
         room = self.engine.max_model_len - len(prompt.ids)
         return room if self.config.max_response_tokens is None else min(room, self.config.max_response_tokens)
 
-    def _ask(self, spoken: Sequence[tuple[_Conversation, Completion]]) -> list[Reply | Exception]:
+    def _ask(self, spoken: Sequence[tuple[_Conversation, Completion]]) -> list[Reply | BaseException]:
         """What the environments reply to turns that have just ended, side by side; the exception where one fails."""
         texts = [self.engine.tokenizer.decode(turn.token_ids, skip_special_tokens=True) for _, turn in spoken]
-        return self._workers.run([partial(self._reply, *pair, text) for pair, text in zip(spoken, texts, strict=True)])
+        return self._calls.run([partial(self._reply, *pair, text) for pair, text in zip(spoken, texts, strict=True)])
 
     def _reply(self, conversation: _Conversation, turn: Completion, text: str) -> Reply:
         if conversation.environment is None:
@@ -144,9 +148,9 @@ class Conversations:
             raise TypeError(f"it replied {reply!r:.80}; allowed: a Reply")
         return reply
 
-    def _answer(self, conversation: _Conversation, reply: Reply | Exception) -> int:
+    def _answer(self, conversation: _Conversation, reply: Reply | BaseException) -> int:
         """Add what the environment says to a turn. Returns how many tokens the policy may add to that, 0 at the end."""
-        if isinstance(reply, Exception):
+        if isinstance(reply, BaseException):
             conversation.fail(reply, self.config.error_reward)
             return 0
         conversation.reward += reply.reward
@@ -208,7 +212,7 @@ class _Conversation:
     reward: float = 0.0
     finish_reason: str = ""
     weight_version: int = 0
-    failure: Exception | None = None
+    failure: BaseException | None = None
 
     def add(self, source: Source, ids: Sequence[int], logprobs: Sequence[float], logprobs_raw: Sequence[float]) -> None:
         if ids:
@@ -222,7 +226,7 @@ class _Conversation:
         self.num_turns += 1
         self.finish_reason, self.weight_version = turn.finish_reason, turn.weight_version
 
-    def fail(self, failure: Exception, reward: float) -> None:
+    def fail(self, failure: BaseException, reward: float) -> None:
         self.failure, self.reward, self.finish_reason = failure, reward, "environment_error"
 
     def rollout(self, tokenizer: Any) -> Rollout:
@@ -261,8 +265,3 @@ def _at_most(sampling: SamplingParams, room: int) -> SamplingParams:
 def _refusal(conversation: _Conversation, completion: Completion) -> ValueError:
     row = conversation.drawn.prompt.index
     return ValueError(f"rollout: the engine refused turn {conversation.num_turns + 1} of row {row}: {completion.error}")
-
-
-def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -6,7 +6,6 @@ Rooms:
     functions   `module:function` of the user
     remote      a reward server, over HTTP
     math_verify mathematical equality, in a process of its own (math_verify_worker)
-    deadline    calls that are given up when they take too long
     components  a RewardConfig to what scores rollouts
     rewards     all components over rollouts; their metrics
 """

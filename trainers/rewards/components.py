@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from trainers.rewards.builtin import REWARDS, TextReward, format_match, length_penalty, regex
-from trainers.rewards.config import RewardConfig, kind_of
+from trainers.rewards.config import BATCH_TIMEOUT_S, RewardConfig, kind_of
 from trainers.rewards.functions import Function, load
 from trainers.rewards.math_verify import MathVerify
 from trainers.rewards.remote import Remote
@@ -30,19 +30,21 @@ class Component(Protocol):
 def open_component(config: RewardConfig) -> Component:
     """Raises ValueError for a function that cannot be imported, and for a package that is not installed."""
     timeout_s = TIMEOUT_S if config.timeout_s is None else config.timeout_s
+    batch_timeout_s = BATCH_TIMEOUT_S if config.batch_timeout_s is None else config.batch_timeout_s
     match config.kind:
         case "length":
             assert config.max_tokens is not None, "RewardConfig has checked it"
             assert config.buffer is not None, "as above"
             return Length(config.max_tokens, config.buffer)
         case "function":
-            return Function(resolve(config.name), timeout_s)
+            return Function(resolve(config.name), timeout_s, batch_timeout_s, workers=config.workers or 1)
         case "math_verify":
-            return MathVerify(timeout_s)
+            return MathVerify(timeout_s, batch_timeout_s)
         case "http":
             return Remote(
                 config.name,
                 timeout_s=timeout_s,
+                batch_timeout_s=batch_timeout_s,
                 retries=RETRIES if config.retries is None else config.retries,
                 batch_size=BATCH_SIZE if config.batch_size is None else config.batch_size,
             )

@@ -15,11 +15,12 @@ from trainers.rewards.builtin import REWARDS
 
 Kind = Literal["text", "math_verify", "length", "regex", "format", "function", "http"]  # text: a key of REWARDS
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "math_verify": ("timeout_s",),
+    "math_verify": ("timeout_s", "batch_timeout_s"),
     "length": ("max_tokens", "buffer"),
-    "function": ("timeout_s",),
-    "http": ("timeout_s", "retries", "batch_size"),
+    "function": ("timeout_s", "batch_timeout_s", "workers"),
+    "http": ("timeout_s", "batch_timeout_s", "retries", "batch_size"),
 }
+BATCH_TIMEOUT_S = 300.0  # where none is named
 ALLOWED = f"{', '.join(REWARDS)}, math_verify, length, regex:PATTERN, format:PATTERN, module:function, http(s)://HOST/PATH"
 _FUNCTION = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*")
 
@@ -36,6 +37,15 @@ class RewardConfig(Strict):
     weight: float = 1.0
     default: float = Field(0.0, description="the value of a response for which the component failed or took too long")
     timeout_s: float | None = Field(None, gt=0, description="module:function, math_verify, URLs: seconds per call; None: 10")
+    batch_timeout_s: float | None = Field(
+        None,
+        gt=0,
+        description="the same: seconds for all responses of a rank in a step, beyond which they count as `default`; None: 300. "
+        "Below engine.timeout_s, for which the other ranks wait",
+    )
+    workers: int | None = Field(
+        None, ge=1, description="module:function: calls at the same time, each in a thread, for which it must be made; None: 1"
+    )
     retries: int | None = Field(None, ge=0, description="URLs: further attempts after a lost connection or a 5xx; None: 2")
     batch_size: int | None = Field(None, ge=1, description="URLs: responses per request; None: 64")
     max_tokens: int | None = Field(None, ge=1, description="length: a response of so many tokens or more is worth -1")
@@ -44,10 +54,13 @@ class RewardConfig(Strict):
     @model_validator(mode="after")
     def _check(self) -> RewardConfig:
         kind = self.kind
-        for option in ("timeout_s", "retries", "batch_size", "max_tokens", "buffer"):
+        for option in ("timeout_s", "batch_timeout_s", "workers", "retries", "batch_size", "max_tokens", "buffer"):
             if getattr(self, option) is not None and option not in OPTIONS.get(kind, ()):
                 users = ", ".join(other for other, options in OPTIONS.items() if option in options)
                 raise ValueError(f"reward {self.name}: {option} does not belong to it, only to: {users}; leave it out")
+        most = BATCH_TIMEOUT_S if self.batch_timeout_s is None else self.batch_timeout_s
+        if self.timeout_s is not None and self.timeout_s > most:
+            raise ValueError(f"reward {self.name}: timeout_s={self.timeout_s:g}; allowed: up to batch_timeout_s={most:g}")
         if kind == "length":
             if self.max_tokens is None or self.buffer is None:
                 raise ValueError(

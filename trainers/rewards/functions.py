@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+from trainers.deadline import Deadline
 from trainers.rewards.builtin import TextReward
-from trainers.rewards.deadline import Deadline
 from trainers.types import Prompt, Rollout
 
 
@@ -36,17 +37,18 @@ def load(name: str) -> TextReward:
 
 
 class Function:
-    """A component that is a user's function. It runs in another thread than the trainer's: `signal` does not work there."""
+    """A component that is a user's function. It runs in other threads than the trainer's: `signal` does not work there."""
 
-    def __init__(self, reward: TextReward, timeout_s: float) -> None:
-        self._reward, self._deadline = reward, Deadline(timeout_s)
+    def __init__(self, reward: TextReward, timeout_s: float, batch_timeout_s: float, *, workers: int) -> None:
+        self._reward, self._batch_timeout_s = reward, batch_timeout_s
+        self._deadline = Deadline(timeout_s, workers=workers)
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         pass
 
     def values(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        self._deadline.begin()
-        return [self._deadline.call(self._reward, r.text, r.prompt) for r in rollouts]
+        self._deadline.begin(self._batch_timeout_s)
+        return self._deadline.run([partial(self._reward, r.text, r.prompt) for r in rollouts])
 
     def close(self) -> None:
         self._deadline.close()

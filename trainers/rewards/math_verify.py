@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainers.deadline import Deadline, NotCalled
 from trainers.rewards.builtin import answer
-from trainers.rewards.deadline import Deadline, NotCalled
 from trainers.types import Prompt, Rollout
 
 WORKER = Path(__file__).with_name("math_verify_worker.py")
+START_S = 60.0  # for its imports, which do not count against the first call
 
 
 class MathVerify:
@@ -29,17 +30,18 @@ class MathVerify:
     "####" what follows the last of them. Raises ValueError where the package is missing.
     """
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, batch_timeout_s: float) -> None:
         if importlib.util.find_spec("math_verify") is None:
             raise ValueError("reward math_verify needs the package math-verify, which is not installed: pip install math-verify")
-        self._deadline = Deadline(timeout_s)
+        self._deadline = Deadline(timeout_s, most_stuck=math.inf)  # none is stuck: its process is killed
+        self._batch_timeout_s = batch_timeout_s
         self._process: subprocess.Popen[str] | None = None
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         rows: dict[str, int] = {}
         for prompt in prompts:
             rows.setdefault(answer(prompt, "math_verify"), prompt.index)
-        self._deadline.begin()
+        self._deadline.begin(math.inf)
         for text, row in rows.items():
             found = self._ask(text, None)
             if found != 1.0:
@@ -47,7 +49,7 @@ class MathVerify:
                 raise ValueError(f"reward math_verify: row {row} has the answer {text!r}, in which it reads no formula{problem}")
 
     def values(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        self._deadline.begin()
+        self._deadline.begin(self._batch_timeout_s)
         return [self._value(rollout) for rollout in rollouts]
 
     def close(self) -> None:
@@ -63,14 +65,22 @@ class MathVerify:
 
     def _ask(self, expected: str, completion: str | None) -> Any:
         """The worker's value, or an exception where it took too long or died: the next call then starts another."""
-        if self._process is None:
-            self._process = self._start()
+        if self._process is None and (problem := self._open()) is not None:
+            return problem
         value = self._deadline.call(_exchange, self._process, {"answer": expected, "completion": completion})
         if isinstance(value, BaseException) and not isinstance(value, NotCalled):
             self._end()
         return value
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _open(self) -> BaseException | None:
+        opened: list[subprocess.Popen[str]] = []
+        problem = self._deadline.call(self._start, opened, timeout_s=START_S)
+        self._process = next(iter(opened), None)
+        if problem is not None:
+            self._end()
+        return problem
+
+    def _start(self, opened: list[subprocess.Popen[str]]) -> None:
         """In a session of its own: Ctrl-C is for the trainer, which finishes its step. It leaves when its input ends."""
         process = subprocess.Popen(
             [sys.executable, "-P", str(WORKER), str(math.ceil(self._deadline.timeout_s))],
@@ -79,9 +89,8 @@ class MathVerify:
             text=True,
             start_new_session=True,
         )
-        assert process.stdout is not None, "PIPE"
-        process.stdout.readline()  # once its imports are done, so that they do not count against the first call
-        return process
+        opened.append(process)  # before what may hang: then it is killed
+        _read(process)  # its first line, once its imports are done
 
     def _end(self) -> None:
         if self._process is not None:
@@ -92,9 +101,13 @@ class MathVerify:
 
 def _exchange(process: subprocess.Popen[str], request: dict[str, str | None]) -> float:
     assert process.stdin is not None, "PIPE"
-    assert process.stdout is not None, "PIPE"
     process.stdin.write(json.dumps(request) + "\n")
     process.stdin.flush()
+    return json.loads(_read(process))
+
+
+def _read(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None, "PIPE"
     if not (line := process.stdout.readline()):
         raise RuntimeError(f"the process of math-verify ended with exit code {process.wait()}")
-    return json.loads(line)
+    return line

@@ -17,7 +17,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, OpenerDirector, ProxyHandler, Request, build_opener
 
-from trainers.rewards.deadline import Deadline, NotCalled
+from trainers.deadline import Deadline, NotCalled
 from trainers.types import Prompt, Rollout
 
 BACKOFF_S = 0.5  # before the first retry; doubles with each further one
@@ -42,8 +42,9 @@ class Remote:
     byte. Loopback addresses are reached without the environment's proxy.
     """
 
-    def __init__(self, url: str, *, timeout_s: float, retries: int, batch_size: int) -> None:
+    def __init__(self, url: str, *, timeout_s: float, batch_timeout_s: float, retries: int, batch_size: int) -> None:
         self._url, self._timeout_s, self._retries, self._batch_size = url, timeout_s, retries, batch_size
+        self._batch_timeout_s = batch_timeout_s
         self._opener = _opener(url)
         self._deadline = Deadline(timeout_s)
 
@@ -51,7 +52,7 @@ class Remote:
         pass  # what a server needs only it knows
 
     def values(self, rollouts: Sequence[Rollout]) -> list[Any]:
-        self._deadline.begin()
+        self._deadline.begin(self._batch_timeout_s)
         retries = self._retries
         values: list[Any] = []
         for start in range(0, len(rollouts), self._batch_size):

@@ -6,14 +6,16 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
-from trainers.rewards.components import open_component
+from trainers.deadline import Late, OutOfTime
+from trainers.rewards.components import Component, open_component
 from trainers.rewards.config import RewardConfig
-from trainers.rewards.deadline import Late
 from trainers.types import Prompt, Rollout
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,28 +32,29 @@ class Rewards:
 
     A component that fails for a response counts as its default there and is listed in `Scores.failed`; it never ends the run. The
     first failure of each is logged. Raises ValueError, at construction, for a function that cannot be imported and for a
-    package that is not installed. Nothing here is collective: each rank scores its own rollouts.
+    package that is not installed.
+
+    Each rank scores its own rollouts. `agree` (`mesh.raise_together`) is called after each component, with an error or None, on
+    every rank: an error of one is then raised on all of them, and none waits for another longer than one component takes.
     """
 
-    def __init__(self, configs: Sequence[RewardConfig]) -> None:
+    def __init__(self, configs: Sequence[RewardConfig], agree: Callable[[ValueError | None], None] | None = None) -> None:
         self._configs = tuple(configs)
         self.names = _unique([config.label for config in configs])
         self._components = [open_component(config) for config in configs]
+        self._agree = agree or _raise
         self._logged: set[str] = set()
 
     def check(self, prompts: Sequence[Prompt]) -> None:
         """Raises ValueError naming the first row whose answer a built-in reward cannot use (it has none, or one without a
-        number)."""
-        for component in self._components:
-            component.check(prompts)
+        number). Collective where `agree` is."""
+        for name, component in zip(self.names, self._components, strict=True):
+            self._together(name, component.check, prompts)
 
     def score(self, rollouts: Sequence[Rollout]) -> list[Scores]:
-        """Per rollout, in order."""
+        """Per rollout, in order. Collective where `agree` is."""
         columns = [
-            [
-                self._judge(name, config, rollout, value)
-                for rollout, value in zip(rollouts, component.values(rollouts), strict=True)
-            ]
+            self._together(name, self._column, name, config, component, rollouts)
             for name, config, component in zip(self.names, self._configs, self._components, strict=True)
         ]
         return [self._sum([column[i] for column in columns]) for i in range(len(rollouts))]
@@ -60,6 +63,30 @@ class Rewards:
         """End the threads and processes of components."""
         for component in self._components:
             component.close()
+
+    def _together(self, name: str, function: Callable[..., T], *args: Any) -> T:
+        found: list[T] = []
+        problem: ValueError | None = None
+        try:
+            found.append(function(*args))
+        except ValueError as error:
+            problem = error
+        except Exception as error:  # whatever it is: the other ranks wait
+            problem = ValueError(f"reward {name}: {type(error).__name__}: {error}")
+            problem.__cause__ = error
+        self._agree(problem)
+        return found[0]
+
+    def _column(self, name: str, config: RewardConfig, component: Component, rollouts: Sequence[Rollout]) -> list[float | None]:
+        """A component's value for each rollout, None where it failed."""
+        values = component.values(rollouts)
+        skipped = [value for value in values if isinstance(value, OutOfTime)]
+        if skipped:
+            logger.error(
+                "reward %s: %d of %d responses: %s; they count as default=%g",
+                name, len(skipped), len(values), skipped[0], config.default,
+            )  # fmt: skip
+        return [self._judge(name, config, rollout, value) for rollout, value in zip(rollouts, values, strict=True)]
 
     def _sum(self, values: Sequence[float | None]) -> Scores:
         parts = [config.default if value is None else value for config, value in zip(self._configs, values, strict=True)]
@@ -74,7 +101,7 @@ class Rewards:
         try:
             return _finite(value)
         except ValueError as problem:
-            if name not in self._logged:
+            if name not in self._logged and not isinstance(value, OutOfTime):
                 self._logged.add(name)
                 # An error, since the other levels are shown on the main rank only, and this rank may be the only one to meet it.
                 logger.error(
@@ -103,6 +130,11 @@ def reward_metrics(
     for name, part, failures in zip(names, rest[: len(names)], rest[len(names) :], strict=True):
         metrics |= {f"reward/{name}": part / count, f"reward/{name}_failures": failures}
     return metrics
+
+
+def _raise(error: ValueError | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _finite(value: Any) -> float:

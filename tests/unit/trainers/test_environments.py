@@ -1,12 +1,9 @@
-"""What needs no model: the calculator and the verifier, environments by name, their messages as ids, and calls that hang."""
+"""What needs no model: the calculator and the verifier, environments by name, and their messages as ids."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-import threading
-import time
-from functools import partial
 
 import pytest
 from pydantic import ValidationError
@@ -20,7 +17,6 @@ from trainers.environments.environment import Reply
 from trainers.environments.messages import MessageEncoder, turn_markers
 from trainers.environments.registry import resolve
 from trainers.environments.verifier import Verifier
-from trainers.environments.workers import MOST_STUCK, Workers
 from trainers.types import Prompt
 
 PROMPT = Prompt(index=7, ids=(4,), text="12*34=", answer="408")
@@ -191,7 +187,7 @@ def test_the_markers_are_the_templates_or_ones_own():
 
 
 def test_environments_are_configured_and_made_without_torch():
-    modules = [f"trainers.environments.{m}" for m in ("config", "environment", "registry", "workers")]
+    modules = [f"trainers.environments.{m}" for m in ("config", "environment", "registry")]
     code = f"import sys\nfor m in {modules}:\n    __import__(m)\n    assert 'torch' not in sys.modules, m"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
@@ -276,48 +272,3 @@ def test_text_that_the_tokenizer_cannot_encode_is_named():
         encoder(tokenizer).encode("4", after=5)
     with pytest.raises(ValueError, match="'!'"):
         encoder(tokenizer, suffix="!")
-
-
-# -- calls that hang or raise
-
-
-def test_calls_run_side_by_side_and_an_error_is_a_result():
-    barrier = threading.Barrier(3)
-
-    def meet(number: int) -> int:
-        barrier.wait(timeout=20)  # all three at the same time, or none
-        return number
-
-    results = Workers(30.0).run([partial(meet, 1), lambda: int("x"), partial(meet, 2), partial(meet, 3)])
-    assert [results[i] for i in (0, 2, 3)] == [1, 2, 3]
-    assert isinstance(results[1], ValueError)
-    assert Workers(1.0).run([]) == []
-
-
-def test_a_call_that_hangs_is_left_behind_and_what_it_says_later_changes_nothing():
-    leave = threading.Event()
-    results = Workers(0.2).run([lambda: leave.wait() and "late", lambda: "in time"])
-    assert isinstance(results[0], TimeoutError)
-    assert "0.2 s" in str(results[0])
-    assert results[1] == "in time"
-    leave.set()
-    time.sleep(0.1)
-    assert isinstance(results[0], TimeoutError)
-
-
-def test_where_too_many_hang_nobody_is_called_until_they_return():
-    leave, workers, called = threading.Event(), Workers(0.2), []
-    workers.run([leave.wait] * MOST_STUCK)
-    (refused,) = workers.run([lambda: called.append(1)])
-    assert isinstance(refused, TimeoutError)
-    assert "64 calls before it have not returned" in str(refused)
-    assert not called
-    leave.set()
-    for thread in workers._given_up:
-        thread.join()
-    assert workers.run([lambda: "again"]) == ["again"]
-
-
-def test_a_call_that_hangs_does_not_keep_the_process():
-    code = "import threading; from trainers.environments.workers import Workers; Workers(0.1).run([threading.Event().wait])"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

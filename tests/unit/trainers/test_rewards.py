@@ -92,6 +92,18 @@ def test_a_row_that_was_not_checked_fails_like_any_other():
     assert (scored.total, scored.failed) == (-2.0, ("exact_match",))
 
 
+def test_an_error_of_ours_is_given_to_who_agrees_on_it():
+    told = []
+    rewards = Rewards([RewardConfig(name="exact_match"), RewardConfig(name="regex:4")], told.append)
+    rewards.score([rollout("42")])
+    rewards.check([rollout("").prompt])
+    assert told == [None] * 4
+    rewards._components[0] = SimpleNamespace(values=lambda rollouts: 1 / 0)
+    with pytest.raises(IndexError):  # this one goes on
+        rewards.score([rollout("42")])
+    assert str(told[-1]) == "reward exact_match: ZeroDivisionError: division by zero"
+
+
 def test_metrics_by_hand(users):
     rewards = Rewards([RewardConfig(name="users:fails_at_row_1", default=-1.0), RewardConfig(name="exact_match", weight=2.0)])
     scored = rewards.score([rollout("42", row=0), rollout("", row=1), rollout("", row=2)])

@@ -66,6 +66,14 @@ def test_other_names_are_refused(name, expected):
     ("options", "expected"),
     [
         ({"name": "exact_match", "timeout_s": 1.0}, "timeout_s does not belong to it, only to: math_verify, function, http"),
+        (
+            {"name": "exact_match", "batch_timeout_s": 1.0},
+            "batch_timeout_s does not belong to it, only to: math_verify, function, http",
+        ),
+        ({"name": "math_verify", "workers": 2}, "workers does not belong to it, only to: function"),
+        ({"name": "m:f", "workers": 0}, "greater than or equal to 1"),
+        ({"name": "m:f", "timeout_s": 301.0}, "timeout_s=301; allowed: up to batch_timeout_s=300"),
+        ({"name": "m:f", "timeout_s": 3.0, "batch_timeout_s": 2.0}, "timeout_s=3; allowed: up to batch_timeout_s=2"),
         ({"name": "m:f", "retries": 0}, "retries does not belong to it, only to: http"),
         ({"name": "m:f", "batch_size": 2}, "batch_size does not belong"),
         ({"name": "http://host", "max_tokens": 2}, "max_tokens does not belong to it, only to: length"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -15,8 +14,8 @@ import pytest
 import torch
 from reward_cases import rollout
 
+from trainers.deadline import MOST_STUCK
 from trainers.rewards import RewardConfig, Rewards, resolve
-from trainers.rewards.deadline import MOST_STUCK, Deadline
 
 HANGS = """
 import threading, types, sys
@@ -115,30 +114,6 @@ def test_calls_see_the_trainers_cuda_device(mine, monkeypatch):
     assert [s.total for s in mine(lambda completion, prompt: cuda.current_device()).score([rollout("")])] == [3.0]
 
 
-@pytest.fixture
-def interruptible():
-    """As a shell in the foreground starts a program; in the background Ctrl-C is ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_leaves_no_answer_for_the_next_call(interruptible):
-    release = threading.Event()
-    deadline = Deadline(60.0)
-
-    def interrupt():
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        release.wait(60)
-        return "of the call that was interrupted"
-
-    deadline.call(int)  # its thread is there
-    with pytest.raises(KeyboardInterrupt):
-        deadline.call(interrupt)
-    release.set()
-    assert deadline.call(lambda: "of the next") == "of the next"
-
-
 def test_a_call_that_hangs_fails_and_those_after_it_are_made(mine, caplog):
     release = threading.Event()
     rewards = mine(lambda completion, prompt: 1.0 if prompt.index != 1 or release.wait() else 2.0, timeout_s=1.0, default=-1.0)
@@ -184,6 +159,29 @@ def test_a_function_that_always_hangs_is_called_a_few_times_only(mine):
     called.clear()
     rewards.score([rollout("")])
     assert called.wait(timeout=30)
+
+
+def test_calls_run_side_by_side_where_it_has_workers(mine):
+    barrier = threading.Barrier(3)
+    rewards = mine(lambda completion, prompt: barrier.wait(timeout=20) >= 0, workers=3)
+    assert [s.total for s in rewards.score([rollout("")] * 6)] == [1.0] * 6
+    rewards.close()
+
+
+def test_a_slow_function_has_an_end_and_what_it_was_not_called_for_is_said_once_a_step(mine, caplog):
+    rewards = mine(lambda completion, prompt: 1.0 + bool(threading.Event().wait(0.02)), batch_timeout_s=0.3, default=-1.0)
+    for _ in range(2):
+        caplog.clear()
+        scored = rewards.score([rollout("")] * 200)
+        failed = [bool(s.failed) for s in scored]
+        assert failed == sorted(failed), "the first ones have values"
+        assert 0 < sum(failed) < 200
+        assert [s.total for s in scored] == [-1.0 if f else 1.0 for f in failed]
+        lines = [text for text in caplog.messages if "of 200 responses" in text]
+        assert len(lines) == 1
+        assert re.search(
+            r"reward users:mine: \d+ of 200 responses: not called: batch_timeout_s=0.3 was over; .*default=-1", lines[0]
+        )
 
 
 def test_a_process_exits_with_a_call_that_hangs():

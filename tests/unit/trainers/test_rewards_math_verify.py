@@ -6,12 +6,22 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 
 import pytest
 from reward_cases import rollout
 
-from trainers.rewards import RewardConfig, Rewards
+from trainers.deadline import MOST_STUCK
+from trainers.rewards import RewardConfig, Rewards, math_verify
 
+SLOW = """
+import sys, time
+print("ready", flush=True)
+for line in sys.stdin:
+    if "slow" in line:
+        time.sleep(600)
+    print(1.0, flush=True)
+"""
 needs_package = pytest.mark.skipif(importlib.util.find_spec("math_verify") is None, reason="needs the package math-verify")
 
 
@@ -103,7 +113,8 @@ def test_it_ends_by_itself_when_nobody_is_there_to_give_it_up():
     """The trainer was killed in the middle of a call."""
     rewards = Rewards([RewardConfig(name="math_verify", timeout_s=1.0)])
     (component,) = rewards._components
-    process = component._start()
+    component._open()
+    process = component._process
     process.stdin.write(json.dumps({"answer": "3", "completion": r"\boxed{9^{9^{9}}}"}) + "\n")
     process.stdin.close()
     assert process.wait(timeout=200) == -signal.SIGXCPU
@@ -121,6 +132,45 @@ def test_rows_are_checked_before_the_run(rewards):
             rewards.check([rollout("", "3").prompt, rollout("", answer, row=9).prompt])
     (scored,) = rewards.score([rollout("3", None)])
     assert (scored.total, scored.failed) == (-1.0, ("math_verify",))
+
+
+@pytest.fixture
+def with_worker(monkeypatch, tmp_path):
+    """The component with another program as its process."""
+
+    def install(program: str, **options) -> Rewards:
+        (tmp_path / "worker.py").write_text(program)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+        monkeypatch.setattr(math_verify, "WORKER", tmp_path / "worker.py")
+        return Rewards([RewardConfig(name="math_verify", default=-1.0, **options)])
+
+    return install
+
+
+def test_a_process_that_was_killed_leaves_nothing_stuck(with_worker):
+    rewards = with_worker(SLOW, timeout_s=0.5)
+    late = MOST_STUCK + 1
+    assert [s.total for s in rewards.score([rollout("slow")] * late + [rollout("3")])] == [-1.0] * late + [1.0]
+    rewards.close()
+
+
+def test_a_process_that_cannot_be_started_or_never_is_ready_is_a_failure_like_others(with_worker, monkeypatch, caplog):
+    rewards = with_worker("import time; time.sleep(600)")
+    monkeypatch.setattr(math_verify, "START_S", 0.3)
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **options: started.append(popen(*args, **options)) or started[-1])
+    assert [s.total for s in rewards.score([rollout("3")])] == [-1.0]
+    assert "row 0: it took longer than timeout_s=0.3" in caplog.text
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+    def refused(*args, **options):
+        raise OSError("no memory")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    assert [s.total for s in rewards.score([rollout("3")] * 2)] == [-1.0] * 2
+    with pytest.raises(ValueError, match=r"row 4 .*no memory"):
+        rewards.check([rollout("", "3", row=4).prompt])
 
 
 def test_the_package_is_asked_for_at_the_door(monkeypatch):

@@ -8,8 +8,8 @@ import re
 import pytest
 from reward_cases import Server, lengths, rewards, rollout
 
+from trainers.deadline import MOST_STUCK
 from trainers.rewards import RewardConfig, Rewards, remote
-from trainers.rewards.deadline import MOST_STUCK
 
 OK, DOWN = rewards(1.0), (500, b"out of memory")
 
