@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybrid.engine import HybridEngine
+from hybrid.mesh import raise_together
 from trainers.config import EvalConfig
 from trainers.data.order import DrawnPrompt
 from trainers.environments.conversations import Conversations, last_turn
@@ -47,7 +48,7 @@ class Evaluator:
         self.config, self.prompts, self.conversations, self.scorer = config, prompts, conversations, scorer
         if conversations is not None:
             conversations.check(prompts)
-        self.rewards = Rewards([] if scorer is not None else [from_name(config.reward)])
+        self.rewards = Rewards([] if scorer is not None else [from_name(config.reward)], raise_together)
         (scorer or self.rewards).check(prompts)
 
     def run(self, engine: HybridEngine) -> Evaluation:

@@ -477,6 +477,7 @@ def test_a_section_in_part_keeps_the_rest_of_its_recipes_defaults(make, folder):
         ("ppo", {"loss.clip": 0.2}, "loss.clip\n"),
         ("grpo", {"critic": {}}, "critic\n"),
         ("ppo", {"rewards": []}, "rewards is empty"),
+        ("ppo", {"engine.timeout_s": 200.0}, "may take 300 s for a step, and other ranks wait engine.timeout_s=200"),
         ("ppo", {"rollout.given_fraction": 0.5}, "needs tokens drawn from the policy"),
         ("ppo", {"critic.warmup_steps": 1}, "warmup_steps=1 with max_steps=1: the policy would never learn"),
         ("ppo", {"mismatch.correct": "mask", "updates.old_logprobs": "rollout"}, "would find no difference"),

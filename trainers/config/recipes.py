@@ -33,6 +33,7 @@ from trainers.config.sections import (
     TrainSection,
 )
 from trainers.config.teachers import DistillLoss, Teacher
+from trainers.rewards.config import RewardConfig
 
 WITH_DROPOUT, NEAR_REFERENCE = HybridConfig(dropout=True), RewardKL(beta=0.05)
 
@@ -128,6 +129,12 @@ class PolicyConfig(RunConfig):
                 f"distill.reduction={self.distill.reduction}: the divergence is added to the loss of each token and shares "
                 "loss.reduction; leave it out"
             )
+        for component in self.rewards:
+            if isinstance(component, RewardConfig) and component.seconds_at_most >= self.engine.timeout_s:
+                raise ValueError(
+                    f"rewards: {component.label} may take {component.seconds_at_most:g} s for a step, and other ranks wait "
+                    f"engine.timeout_s={self.engine.timeout_s:g}; raise that, or set batch_timeout_s below it"
+                )
         total = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.updates.minibatches > total:
             raise ValueError(f"updates.minibatches={self.updates.minibatches}; allowed: up to the step's {total} responses")

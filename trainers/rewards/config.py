@@ -58,7 +58,7 @@ class RewardConfig(Strict):
             if getattr(self, option) is not None and option not in OPTIONS.get(kind, ()):
                 users = ", ".join(other for other, options in OPTIONS.items() if option in options)
                 raise ValueError(f"reward {self.name}: {option} does not belong to it, only to: {users}; leave it out")
-        most = BATCH_TIMEOUT_S if self.batch_timeout_s is None else self.batch_timeout_s
+        most = self.seconds_at_most
         if self.timeout_s is not None and self.timeout_s > most:
             raise ValueError(f"reward {self.name}: timeout_s={self.timeout_s:g}; allowed: up to batch_timeout_s={most:g}")
         if kind == "length":
@@ -70,6 +70,13 @@ class RewardConfig(Strict):
             if self.buffer > self.max_tokens:
                 raise ValueError(f"reward length: buffer={self.buffer}; allowed: 1 to max_tokens={self.max_tokens}")
         return self
+
+    @property
+    def seconds_at_most(self) -> float:
+        """For all responses of a rank in a step; 0 where it is a function of the text that takes no time."""
+        if "batch_timeout_s" not in OPTIONS.get(self.kind, ()):
+            return 0.0
+        return BATCH_TIMEOUT_S if self.batch_timeout_s is None else self.batch_timeout_s
 
     @property
     def kind(self) -> Kind:
