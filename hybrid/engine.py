@@ -469,7 +469,7 @@ class HybridEngine:
         """The adapter alone, as peft's folder, which PeftModel.from_pretrained(base model, path) and `lora.path` load. Raises
         ValueError for a model without one and for a `path` that holds something else."""
         model = self.model
-        lora.save_adapter(Path(path), model.require_adapter(), model.parameters(), base=model.path)
+        lora.save_adapter(Path(path), model.require_adapter(), model.parameters(), base=model.name)
 
     def close(self) -> None:
         """Free the generator's memory. The process group stays: other engines may use it."""

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hybrid.mesh import Mesh
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"  # of peft's folders
+ADAPTER_FILES = (CONFIG_FILE, WEIGHTS_FILE, "README.md")
 PREFIX = "base_model.model."  # of every name in peft's files
 # What may differ from peft's defaults: all that leaves W x + s B A x. Every other setting makes it another method.
 PLAIN_SETTINGS = {
@@ -324,9 +325,15 @@ def _folder_settings(path: Path) -> Any:
         settings = _peft().PeftConfig.from_pretrained(str(path))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path / CONFIG_FILE}: {' '.join(str(error).split())}") from None
-    if settings.modules_to_save == ["score"]:  # a scalar model's head is `Adapter.tensors`' own
-        settings.modules_to_save = None
-    _require_plain(settings, str(path / CONFIG_FILE))
+    return _without_head(settings, str(path / CONFIG_FILE))
+
+
+def _without_head(settings: Any, what: str) -> Any:
+    """peft's config without the head of a sequence classifier among what is trained whole (peft lists every name that such a head
+    may have): it is `Adapter.tensors`' own. Raises ValueError for what is no plain LoRA."""
+    if {"score"} <= set(settings.modules_to_save or ()) <= {"score", "classifier"}:
+        settings = dataclasses.replace(settings, modules_to_save=None)
+    _require_plain(settings, what)
     return settings
 
 
@@ -360,8 +367,12 @@ def save_adapter(path: Path, adapter: Adapter, parameters: Mapping[str, Tensor],
     Raises ValueError when `path` holds something else, FolderError on every rank if it cannot be written.
     """
     error = None
-    if get_rank() == 0 and path.exists() and not (path / CONFIG_FILE).is_file() and (path.is_file() or any(path.iterdir())):
-        error = ValueError(f"{path} exists and is no adapter folder; save to a new folder")
+    if get_rank() == 0 and path.exists():
+        names = sorted(p.name for p in path.iterdir()) if path.is_dir() else [path.name]
+        foreign = [name for name in names if name not in ADAPTER_FILES]
+        if foreign or (names and CONFIG_FILE not in names):
+            shown = ", ".join((foreign or names)[:3])
+            error = ValueError(f"{path} exists and holds more than an adapter ({shown}); save to a new folder")
     raise_together(error)
     names = sorted(adapter.tensors)
     infos = [TensorInfo(PREFIX + name, parameters[name].dtype, tuple(parameters[name].shape)) for name in names]
@@ -426,5 +437,5 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ValueError("lora needs the package peft, which is not installed; pip install 'hybrid-rlhf[lora]'") from error
+        raise ValueError("lora needs the package peft, which is not installed: pip install peft") from error
     return peft

@@ -34,7 +34,7 @@ from hybrid.policy import HeadFunction, PolicyModule, mode
 from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
 from inference_v2.kernels import get_kernels
-from inference_v2.loading import eos_union, load_model, tokenizer_vocab_limit
+from inference_v2.loading import LoadedModel, eos_union, load_model, tokenizer_vocab_limit
 from inference_v2.models import REGISTRY, spec_of
 from inference_v2.models.fallback import fix_rope
 from inference_v2.models.spec import DecoderSpec
@@ -109,6 +109,7 @@ class ShardedModel:
         if self.spec is not None and config.fused_layers:
             fused.fuse(hf.get_decoder(), self.module.layers, self.kernels)
         self.files: WeightSource | None = None  # the folder's own weights, mapped and not read; None: from memory
+        self.name: str | None = None  # the folder or hub name, as it was given
         self._offloaded = False
         self._base_fingerprint: str | None = None
 
@@ -159,7 +160,7 @@ class ShardedModel:
             adapter=adapter,
             value_head=value_head,
         )
-        model.files, model._adapter_values = loaded.source, values
+        model.files, model._adapter_values, model.name = loaded.source, values, path
         if load:
             model.load()
         return model
@@ -239,18 +240,9 @@ class ShardedModel:
         """Copy this rank's rows of every weight from `source`; a value head starts at 0."""
         if self.module.value_head is not None:
             sharding.local(self.module.value_head.weight).zero_()
-        hf = self.module.hf
-        persistent = {n: b for n, b in hf.named_buffers() if n in hf.state_dict()}
-        adapters = self.adapter.low_rank if self.adapter is not None else ()
-        wanted = {n: p for n, p in self.module.named_hf_parameters() if n not in adapters} | persistent
-        ignored = self.spec.ignored_prefixes if self.spec else ()
-        if self.module.scalar:
-            ignored = (*ignored, "lm_head.")
-            if SCALAR_HEAD not in source.names():
-                sharding.local(wanted.pop(SCALAR_HEAD)).zero_()
-            elif (labels := source.get(SCALAR_HEAD).shape[0]) != 1:
-                raise ValueError(f"{self.path} is a classifier and has {labels} labels; allowed: 1, whose logit is the score")
-        _check_names(source, hf, wanted, ignored)
+        wanted = _filled_by(source, self.module, self.spec, self.path)
+        if self.module.scalar and SCALAR_HEAD not in wanted:
+            sharding.local(cast(nn.Linear, self.module.head_module).weight).zero_()
         shards, rank = sharding.shard_count(self.mesh), self.mesh.shard_rank
         for name, tensor in wanted.items():
             if tensor.ndim == 0:  # a buffer: parameters have dimensions
@@ -497,7 +489,28 @@ def build_on_meta(
     return hf
 
 
-def _check_names(source: WeightSource, hf: PreTrainedModel, wanted: dict[str, Tensor], ignored: tuple[str, ...]) -> None:
+def check_weights(loaded: LoadedModel, config: HybridConfig, *, scalar: bool = False) -> None:
+    """Raises ValueError, with both lists, where a folder's weights are not those that its config names; their values are not
+    read. Needs no process group."""
+    hf_config = scalar_config(loaded.hf_config, loaded.tokenizer, loaded.eos_token_ids) if scalar else loaded.hf_config
+    module = PolicyModule(build_on_meta(hf_config, config, torch.float32, scalar=scalar))
+    _filled_by(loaded.source, module, spec_of(hf_config) if hf_config.model_type in REGISTRY else None, str(loaded.path))
+
+
+def _filled_by(source: WeightSource, module: PolicyModule, spec: DecoderSpec | None, path: str | None) -> dict[str, Tensor]:
+    """What a folder's weights go into, by name; a scalar model's head only if it has one. Raises ValueError where they are
+    others than the module's."""
+    hf = module.hf
+    persistent = {n: b for n, b in hf.named_buffers() if n in hf.state_dict()}
+    adapters = module.adapter.low_rank if module.adapter is not None else ()
+    wanted = {n: p for n, p in module.named_hf_parameters() if n not in adapters} | persistent
+    ignored = spec.ignored_prefixes if spec else ()
+    if module.scalar:
+        ignored = (*ignored, "lm_head.")
+        if SCALAR_HEAD not in source.names():
+            del wanted[SCALAR_HEAD]
+        elif (labels := source.get(SCALAR_HEAD).shape[0]) != 1:
+            raise ValueError(f"{path} is a classifier and has {labels} labels; allowed: 1, whose logit is the score")
     given = set(source.names())
     known = set(wanted) | set(hf._tied_weights_keys or ())
     unused = [*(hf._keys_to_ignore_on_load_unexpected or ())]
@@ -505,3 +518,4 @@ def _check_names(source: WeightSource, hf: PreTrainedModel, wanted: dict[str, Te
     surplus = sorted(n for n in given - known if not n.startswith(ignored) and not any(re.search(p, n) for p in unused))
     if missing or surplus:
         raise ValueError(f"checkpoint and config.json disagree; missing: {missing or 'none'}; surplus: {surplus or 'none'}")
+    return wanted

@@ -42,10 +42,13 @@ def prepare(config: RunConfig, stop: Callable[[], bool]) -> RunConfig | None:
     Every rank calls it: the parts are trained in the same process group as the run.
     """
     from trainers.loop import train
+    from trainers.run_folder import check_same_config
 
     parts = sub_recipes(config)
     for folder, sub in parts.items():
         if (Path(folder) / "model" / "config.json").exists():
+            if (Path(folder) / "config.yaml").exists():  # it was trained here: by this recipe?
+                check_same_config(with_paths(sub), Path(folder))
             say(f"{folder}/model is there; using it")
             continue
         say(f"training {folder}/model")

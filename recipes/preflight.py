@@ -9,12 +9,14 @@ from pathlib import Path
 from recipes.data import made_name
 from recipes.parts import sub_recipes
 from trainers.config import RunConfig
+from trainers.environments.registry import resolve
 
 FILE_SUFFIXES = (".jsonl", ".json", ".ndjson", ".parquet")
 
 
 def check_files(config: RunConfig) -> None:
-    """Data files, made data sets and model folders that a run and those before it name are there. No torch.
+    """Data files, made data sets, model folders and environments that a run and those before it name are there. No torch; an
+    environment's `module:Class` is imported.
 
     Raises ValueError, FileNotFoundError.
     """
@@ -26,19 +28,39 @@ def check_files(config: RunConfig) -> None:
             source = getattr(run.data, key)
             if source is None:
                 continue
-            if made_name(source) is None and source.endswith(FILE_SUFFIXES) and not Path(source).expanduser().is_file():
-                raise FileNotFoundError(f"data.{key}={source}: no such file, neither from here nor beside the recipe")
-        for key, path in (("model.path", run.model.path), ("teacher.path", getattr(getattr(run, "teacher", None), "path", None))):
-            if path is not None and _looks_local(path) and not Path(path, "config.json").is_file():
+            _check_data(f"data.{key}", source)
+        for key, path in _folders(run):
+            if _looks_local(path) and not Path(path, "config.json").is_file():
                 raise FileNotFoundError(f"{key}={path}: no Hugging Face folder there (no config.json)")
+        if (mixed := getattr(getattr(run, "ptx", None), "data", None)) is not None:
+            _check_data("ptx.data", mixed)
         vllm = getattr(getattr(run, "rollout", None), "vllm", None)
         if vllm is not None and shutil.which(Path(vllm.python).expanduser()) is None:
             raise FileNotFoundError(
                 f"rollout.vllm.python={vllm.python}: no program there; allowed: a Python that has vllm installed"
             )
+        environment = getattr(getattr(run, "rollout", None), "environment", None)
+        if environment is not None:
+            resolve(environment.name, environment.settings)
         adapter = None if run.engine.lora is None else run.engine.lora.path
         if adapter is not None and not Path(adapter, "adapter_config.json").is_file():
             raise FileNotFoundError(f"engine.lora.path={adapter}: no adapter folder there (no adapter_config.json)")
+
+
+def _check_data(key: str, source: str) -> None:
+    if made_name(source) is None and source.endswith(FILE_SUFFIXES) and not Path(source).expanduser().is_file():
+        raise FileNotFoundError(f"{key}={source}: no such file, neither from here nor beside the recipe")
+
+
+def _folders(run: RunConfig) -> Iterator[tuple[str, str]]:
+    """The models that a recipe names, by key."""
+    for name in ("model", "teacher", "reference", "critic"):
+        path = getattr(getattr(run, name, None), "path", None)
+        if path is not None:
+            yield f"{name}.path", path
+    for i, reward in enumerate(getattr(run, "rewards", ())):
+        if getattr(reward, "model", None) is not None:
+            yield f"rewards.{i}.model", reward.model
 
 
 def check(config: RunConfig) -> Iterator[str]:
@@ -51,6 +73,7 @@ def check(config: RunConfig) -> Iterator[str]:
 
 
 def _check_run(run: RunConfig) -> Iterator[str]:
+    from hybrid.models import check_weights
     from recipes.doctor.case import Case
     from trainers.config import RewardRecipe
     from trainers.evaluation import Evaluator
@@ -58,7 +81,9 @@ def _check_run(run: RunConfig) -> Iterator[str]:
 
     with Case.opened(run) as case:
         for names, role in case.shared():
-            yield f"  {names}: {case.load(role).hf_config.model_type} of {role}, weights complete and readable"
+            loaded = case.load(role)
+            check_weights(loaded, case.settings(role), scalar=role.scalar)
+            yield f"  {names}: {loaded.hf_config.model_type} of {role}, weights complete"
         loaded = case.load(case.policy)
         if loaded.tokenizer is None:
             raise ValueError(f"{case.policy}: no tokenizer, which training data needs; set model.tokenizer")

@@ -168,8 +168,8 @@ def validate(raw: Mapping[str, Any], path: Path) -> RunConfig:
 
 
 def _fill(config: RunConfig, folder: Path) -> RunConfig:
-    """Resolve relative paths against the working directory, then the recipe's folder; seed a fresh model by the run's seed
-    where the recipe gives it none."""
+    """Resolve relative paths against the working directory, then the recipe's folder; seed a fresh model and a fresh adapter by
+    the run's seed where the recipe gives them none."""
 
     def near(value: str | None) -> str | None:
         if value is None or Path(value).exists() or not (folder / value).exists():
@@ -193,8 +193,14 @@ def _fill(config: RunConfig, folder: Path) -> RunConfig:
     for name, keys in (("reference", ("path",)), ("critic", ("path",)), ("ptx", ("data",))):
         if (section := getattr(config, name, None)) is not None:
             update[name] = located(section, *keys)
-    if config.engine.lora is not None:
-        update["engine"] = config.engine.model_copy(update={"lora": located(config.engine.lora, "path")})
+    if (lora := config.engine.lora) is not None:
+        seed = lora.seed if "seed" in lora.model_fields_set else config.seed
+        lora = located(lora, "path").model_copy(update={"seed": seed})
+        update["engine"] = config.engine.model_copy(update={"lora": lora})
+    rollout = getattr(config, "rollout", None)
+    if rollout is not None and rollout.vllm is not None and (program := Path(rollout.vllm.python)).name != str(program):
+        python = near(str(program.expanduser()))
+        update["rollout"] = rollout.model_copy(update={"vllm": rollout.vllm.model_copy(update={"python": python})})
     if isinstance(config, PolicyConfig):
         update["rewards"] = tuple(located(r, "model") if isinstance(r, RewardModelRef) else r for r in config.rewards)
     return config.model_copy(update=update)

@@ -1,6 +1,7 @@
 """The folder of a run: config.yaml first, what may change on a resume, and where to go on.
 
-config.yaml  metrics.jsonl  completions.jsonl  checkpoints/step_N/  model/  plots/  init/ (model.new)
+config.yaml  metrics.jsonl  completions.jsonl  checkpoints/step_N/  model/  plots/; of some recipes adapter/  critic/  model_ema/;
+init/ (model.new); what recipes.parts makes: data/  start/  teacher/  reward/
 """
 
 from __future__ import annotations

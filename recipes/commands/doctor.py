@@ -14,7 +14,8 @@ examples:
   hybrid doctor my_recipe.yaml engine.compute_dtype=bfloat16 --nproc 8 --strict
   hybrid doctor my_recipe.yaml --json | jq '.rows[] | select(.level != "ok")'
 
-Nothing is trained, no weights are read and no GPU is needed; models that are named by their hub name are fetched, as a run would.
+Nothing is trained, no weights are read and no GPU is needed. Reward functions and URLs are called on one row; models that are
+named by their hub name are fetched, as a run would.
 Models that another recipe is to train first are judged by what that recipe starts from; examine the recipe itself too.
 Exit code: 0, or 2 where a row says FAIL (with --strict: or warn), or where the recipe cannot be read.
 """

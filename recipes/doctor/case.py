@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hybrid.config import HybridConfig
 from inference_v2.loading import LoadedModel, load_model
 from recipes.data import make_all
 from recipes.doctor.finding import NotExamined
@@ -75,7 +76,8 @@ class Case:
             roles.append(replace(policy, name="teacher", key="teacher.kind=self", scalar=False))
         for name in ("reference", "critic"):
             section = getattr(config, name, None)
-            if section is not None:
+            on_the_policy = getattr(section, "shared_weight", None) is not None  # a critic that is one more row of its head
+            if section is not None and not on_the_policy:
                 scalar = name == "critic"
                 own = section.path is not None
                 role = Role(name, f"{name}.path", section.path) if own else replace(policy, name=name, key=f"{name}.path=null")
@@ -132,14 +134,18 @@ class Case:
 
     def shape(self, role: Role) -> ModelShape:
         """The shapes of its parameters as the run will hold them. Raises NotExamined, and ValueError as a run would."""
-        loaded, settings = self.model(role), self.config.engine
-        trained = role.name in ("policy", "critic")
+        loaded, settings = self.model(role), self.settings(role)
+        trained, scalar = role.name in ("policy", "critic"), role.scalar
+        return self._once(("shape", role), lambda: read_shape(loaded, settings, scalar=scalar, is_trained=trained))
+
+    def settings(self, role: Role) -> HybridConfig:
+        """Its engine's, as the run will have them. Raises NotExamined."""
+        settings = self.config.engine
         if role.scalar:  # as trainers.critic and trainers.reward_scoring do
             settings = critic_settings(settings)
-        elif not trained:
+        elif role.name != "policy":
             settings = settings.model_copy(update={"vocab_limit": settings.vocab_limit or self.model(self.policy).vocab_limit})
-        scalar = role.scalar
-        return self._once(("shape", role), lambda: read_shape(loaded, settings, scalar=scalar, is_trained=trained))
+        return settings
 
     @property
     def tokenizer(self) -> Any:

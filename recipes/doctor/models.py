@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hybrid.models import SCALAR_HEAD
+from hybrid.models import SCALAR_HEAD, check_weights
 from recipes.doctor.case import Case, Role
 from recipes.doctor.finding import Finding, Level
 from recipes.doctor.memory import ModelShape, read_headers, sizes
@@ -39,6 +39,11 @@ def models(case: Case) -> Iterator[Finding]:
             yield Finding("models", f"{role}: no tokenizer, which training data needs", "FAIL", "set model.tokenizer")
         found = f"{names}: {loaded.hf_config.model_type} of {role} ({role.key})"
         given = read_headers(loaded.path)
+        try:
+            check_weights(loaded, case.settings(role), scalar=role.scalar)
+        except ValueError as error:
+            yield Finding("models", f"{found}: {error}", "FAIL", "fetch config.json and weights from one place")
+            continue
         if misfits := _misfits(role, shape, given):
             remedy = "config.json and the weights are of two models: fetch both from one place"
             if role.name.startswith("reward") and SCALAR_HEAD in misfits[0]:
@@ -50,14 +55,14 @@ def models(case: Case) -> Iterator[Finding]:
 
 
 def _misfits(role: Role, shape: ModelShape, given: Mapping[str, tuple[str, tuple[int, ...]]]) -> list[str]:
-    """Weights that config.json describes and the files have not, or have in another shape. A critic's or a new reward model's
-    head starts at 0, and a base model's files lack the first part of its names."""
+    """Weights that the files have in another shape than config.json says, and the head of a reward model that is to judge; any
+    other scalar model's starts at 0. A base model's files lack the first part of its names."""
     found = []
     for parameter in shape.parameters:
         name = parameter.name
         _, stored = given.get(name) or given.get(name.partition(".")[2]) or ("", None)
         if stored is None:
-            if name != SCALAR_HEAD or (role.name.startswith("reward") and role.stands_for is None):
+            if name == SCALAR_HEAD and role.name.startswith("reward") and role.stands_for is None:
                 found.append(f"{name} is missing")
         elif stored != parameter.shape:
             found.append(f"{name} is {list(stored)} in the files, {list(parameter.shape)} by config.json")

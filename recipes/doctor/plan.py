@@ -92,6 +92,8 @@ class Plan:
         if rollout is None or rollout.vllm is None or total is None:
             return {}
         share = rollout.vllm.gpu_memory_utilization * total
+        if rollout.vllm.kv_cache_gb is not None:
+            share = rollout.vllm.kv_cache_gb * 2**30 + memory.sizes(self.policy.exported) * self.compute
         return {"vLLM": int(share if self.cuda else share / self.case.nproc)}
 
     def _trained(self, name: str, shape: ModelShape, optimizer: Any) -> Parts:

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file, save_file
 from tiny import character_tokenizer, save_tiny
+from trainer_cases import tiny_folder
 
 from recipes.cli import main
 
@@ -205,6 +207,30 @@ def test_train_trains_its_parts_and_leaves_a_whole_run_folder(recipe, tmp_path, 
     held_out = ["--data", "made:addition/held_out", "--limit", "3", "--max-new-tokens", "4"]
     assert main(["eval", str(tmp_path / "exported"), *held_out, "--json"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["num_prompts"] == 3
+
+
+def test_a_part_that_another_recipe_trained_is_not_taken_for_this_ones(recipe, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert main(["train", str(recipe), f"output_dir={out}", "max_steps=1"]) == 0
+    part = yaml.safe_load((tmp_path / "part.yaml").read_text())
+    (tmp_path / "part.yaml").write_text(yaml.safe_dump(part | {"train": {"batch_size": 8}}))
+    said = refused(capsys, "train", recipe, f"output_dir={out}", "max_steps=1", "checkpoint.resume=never")
+    assert f"{out / 'teacher'} was trained with another config: train.batch_size (was 4, now 8)" in said
+
+
+def test_check_compares_a_folders_weights_with_its_config(recipe, tmp_path, capsys):
+    folder = tmp_path / "bad"
+    tiny_folder(folder, characters=NEW["characters"])
+    weights = load_file(folder / "model.safetensors")
+    both = ["train", recipe, "--check", f"model={{path: {folder}}}", f"teacher={{path: {folder}}}"]
+    assert main([*map(str, both)]) == 0
+    name = "model.layers.1.mlp.up_proj.weight"
+    for bad, found in (({n: t for n, t in weights.items() if n != name}, f"missing: ['{name}']"),
+                       (weights | {"score.weight": weights[name][:1].clone()}, "surplus: ['score.weight']")):  # fmt: skip
+        save_file(bad, folder / "model.safetensors")
+        assert found in refused(capsys, *both)
+        assert main(["doctor", str(recipe), *map(str, both[3:])]) == 2
+        assert found in capsys.readouterr().out
 
 
 def test_check_reads_every_part_and_trains_nothing(recipe, tmp_path, capsys):

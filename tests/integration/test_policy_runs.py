@@ -290,6 +290,15 @@ def test_a_checkpoint_is_exported_as_the_model_of_its_run(make, folder, tmp_path
     assert same(load_file(tmp_path / "out" / "model.safetensors"), parts(tree)["model"])
 
 
+def test_the_adapter_of_a_checkpoint_is_exported_alone(make, folder, tmp_path):
+    tree = make("grpo", **{"engine.lora": {"r": 2}, "checkpoint.every": 1})
+    run(tree)
+    run_dir = Path(tree["output_dir"])
+    assert main(["export", str(run_dir / "checkpoints" / "step_1"), str(tmp_path / "adapter"), "--adapter"]) == 0
+    name = "adapter_model.safetensors"
+    assert same(load_file(tmp_path / "adapter" / name), load_file(run_dir / "adapter" / name))
+
+
 def test_an_offloaded_critic_is_back_for_each_of_its_updates(make, monkeypatch):
     """Its weights and optimizer state are where it computes from its forward to the end of its optimizer step. Without a GPU
     nothing moves; when it would can be seen."""

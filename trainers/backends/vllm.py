@@ -1,11 +1,11 @@
 """Rollouts by vLLM, in a process of its own under another interpreter: their dependencies do not mix, and its memory and its
 threads go with it.
 
-Rank 0 starts the process and talks to it through its standard input and output, in lines of JSON: no port is open, nobody else
-can connect, and the pipe's end tells either side that the other is gone. Weights do not go through the pipe. Before each rollout
-they are written, layer by layer, into a folder that only this user may enter (`push`: of files, or of shared memory), and the
-worker loads them if they are what was announced: names, dtypes, shapes and a SHA-256 of each tensor's bytes. It serves the one
-version that it loaded last and refuses to generate for another.
+Rank 0 starts the process and talks to it through its standard input and output, in lines of JSON: nobody else can connect, and
+the pipe's end tells either side that the other is gone. Weights do not go through the pipe. Before each rollout they are written,
+layer by layer, into a folder that only this user may enter (`push`: of files, or of shared memory), and the worker loads them if
+they are what was announced: names, dtypes, shapes and a SHA-256 of each tensor's bytes. It serves the one version that it loaded
+last and refuses to generate for another.
 
 Completions are dealt out to the ranks by their tokens, as the engine's are. While rank 0 waits for the worker the others wait for
 rank 0, in rounds, so that no collective outlives its time-out however long a rollout takes.
@@ -248,7 +248,8 @@ class Worker:
         self._verb, self._timeout_s, self._deadline, self._number = "", 0.0, 0.0, 0
         self._received = b""
         environment = {name: value for name, value in os.environ.items() if name not in DROPPED_VARIABLES}
-        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"} | config.env
+        environment |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"} | config.env  # it listens there for itself
         # One process, so that its end is the end of all; and the sampler that can be asked for both log-probs.
         environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER": "0"}
         try:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from inference_v2.kernels.triton.backend import TritonKernels
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-INSTALL = "pip install 'hybrid-rlhf[triton]'"
+INSTALL = "pip install triton"
 
 
 class TritonMissing(Exception):

@@ -318,8 +318,31 @@ def test_a_saved_adapter_is_pefts_and_goes_in_again(folder, tmp_path):
     assert settings["base_model_name_or_path"] == str(folder / "base")
     again = _engine(folder, lora={"path": str(tmp_path / "adapter")})
     assert _same(full_weights(engine), full_weights(again))
-    with pytest.raises(ValueError, match="exists and is no adapter folder"):
+    for kept in ("adapter/notes.txt", "adapter/checkpoint-1/optimizer.pt"):
+        (tmp_path / kept).parent.mkdir(exist_ok=True)
+        (tmp_path / kept).write_text("a user's")
+        with pytest.raises(ValueError, match=f"holds more than an adapter .{kept.split('/')[1]}"):
+            engine.save_adapter(tmp_path / "adapter")
+        assert (tmp_path / kept).read_text() == "a user's"
+        (tmp_path / kept).unlink()
+    with pytest.raises(ValueError, match="exists and holds more than an adapter"):
         engine.save_adapter(tmp_path / "merged")
+
+
+def test_a_sequence_classifiers_adapter_goes_in_as_peft_writes_it(folder, tmp_path):
+    classifier = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        settings = peft.LoraConfig(r=3, target_modules="all-linear", init_lora_weights=False, task_type="SEQ_CLS")
+        theirs = peft.get_peft_model(classifier, settings).eval()
+    theirs.save_pretrained(tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["modules_to_save"] == ["classifier", "score"]
+    engine = HybridEngine.from_pretrained(str(folder / "base"), {"lora": {"path": str(tmp_path / "adapter")}}, scalar=True)
+    with torch.no_grad():
+        wanted = torch.stack([theirs(input_ids=torch.tensor([s])).logits[0, 0] for s in SEQUENCES])
+    scores = engine.model.scores(pack([[*s, 3] for s in SEQUENCES]))  # at the token before the appended one
+    ends = torch.tensor([len(s) for s in SEQUENCES]).cumsum(0) - 1
+    assert (scores[ends] - wanted).abs().max() < 1e-5
 
 
 def test_ranks_and_alphas_of_single_layers_are_kept(folder, tmp_path):
@@ -537,7 +560,7 @@ def test_a_folder_without_whole_safetensors_is_refused(folder, tmp_path, broken)
 
 def test_without_peft_the_line_that_installs_it_is_given(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ValueError, match=r"pip install 'hybrid-rlhf\[lora\]'"):
+    with pytest.raises(ValueError, match="pip install peft"):
         _engine(folder, lora={})
 
 

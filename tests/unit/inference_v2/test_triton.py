@@ -18,7 +18,7 @@ from inference_v2.kernels import triton as backend_package
 TESTS = Path(__file__).parents[2]
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None,
-    reason="triton is not installed: pip install 'hybrid-rlhf[triton]'",
+    reason="triton is not installed: pip install triton",
 )
 
 
@@ -99,7 +99,7 @@ def test_without_triton_a_gpu_gets_the_reference_and_is_told_once(monkeypatch, c
     monkeypatch.setitem(sys.modules, "triton", None)  # an import of it fails
     monkeypatch.delitem(sys.modules, "inference_v2.kernels.triton.backend", raising=False)
     backend_package._load.cache_clear()
-    with pytest.raises(ValueError, match=r"kernels=triton: triton is not installed .*; pip install 'hybrid-rlhf\[triton\]'"):
+    with pytest.raises(ValueError, match=r"kernels=triton: triton is not installed .*; pip install triton"):
         get_kernels("triton", "cuda")
     assert get_kernels("auto", "cuda") is REFERENCE
     assert get_kernels("auto", "cuda") is REFERENCE

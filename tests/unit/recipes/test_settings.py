@@ -36,7 +36,16 @@ def test_output_dir_defaults_to_the_name_of_the_file(write):
 @pytest.mark.parametrize("path", sorted(RECIPES.glob("*/*.yaml")), ids=lambda p: f"{p.parent.name}/{p.name}")
 def test_shipped_recipes_load_by_name(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # away from the clone
-    assert load_settings(f"recipes/{path.parent.name}/{path.name}").output_dir == f"runs/{path.stem}"
+    load_settings(f"recipes/{path.parent.name}/{path.name}")
+
+
+def test_no_two_shipped_recipes_write_to_one_folder():
+    folders = [load_settings(f"recipes/{path.parent.name}/{path.name}").output_dir for path in RECIPES.glob("*/*.yaml")]
+    assert len(folders) >= 20
+    assert len(set(folders)) == len(folders)
+    reward = load_settings("recipes/reward/qwen3_0.6b.yaml").output_dir
+    ppo = load_settings("recipes/ppo/qwen3_0.6b.yaml")
+    assert ppo.rewards[0].model == ppo.critic.path == f"{reward}/model"
 
 
 def test_shipped_recipes_carry_their_run_line():
@@ -202,6 +211,39 @@ def test_a_backends_sampling_and_interpreter_are_judged_before_anything_starts(w
     with pytest.raises(FileNotFoundError, match=r"rollout\.vllm\.python=venv/bin/python: no program"):
         check_files(load_settings(name, vllm))
     check_files(load_settings(name, [*vllm[:-1], f"rollout.vllm.python={sys.executable}"]))
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("critic: {path: ./nope}", r"critic\.path=\./nope: no Hugging Face folder"),
+        ("reference: {path: ./nope}", r"reference\.path=\./nope: no Hugging Face folder"),
+        ("ptx: {data: nope.jsonl}", r"ptx\.data=nope\.jsonl: no such file"),
+        ("rollout: {environment: {name: calculatr}}", "environment 'calculatr' is unknown; did you mean calculator"),
+        ("rollout: {environment: {name: calculator, settings: {openin: x}}}", "environment calculator: settings .*openin"),
+    ],
+)
+def test_whatever_a_policys_recipe_names_must_be_there(write, lines, message):
+    for file in ("student/config.json", "rows.jsonl"):
+        write("{}", file)
+    text = "recipe: ppo\nmodel: {path: ./student}\ndata: {train: rows.jsonl}\nrewards: [{name: exact_match}]\n"
+    check_files(load_settings(write(text)))
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        check_files(load_settings(write(text + lines)))
+    with pytest.raises(FileNotFoundError, match=r"rewards\.1\.model=\./nope: no Hugging Face folder"):
+        check_files(load_settings(write(text.replace("exact_match}]", "exact_match}, {model: ./nope}]"))))
+
+
+def test_paths_of_programs_and_seeds_of_adapters_are_the_runs(write):
+    write("", "mine/venv/python")
+    name = write(
+        MINIMAL + "seed: 5\nengine: {lora: {r: 2}}\nrollout: {backend: vllm, vllm: {python: venv/python}}", "mine/r.yaml"
+    )
+    assert load_settings(name).rollout.vllm.python == "mine/venv/python"
+    assert load_settings(name, ["rollout.vllm.python=~/python"]).rollout.vllm.python == str(Path.home() / "python")
+    assert load_settings(name, ["rollout.vllm.python=python3"]).rollout.vllm.python == "python3"
+    assert load_settings(name).engine.lora.seed == 5
+    assert load_settings(name, ["engine.lora.seed=0"]).engine.lora.seed == 0
 
 
 def test_a_missing_recipe_names_the_nearest_shipped_one():
