@@ -20,8 +20,11 @@ class Records:
         self._file = self.path.open("a", encoding="utf-8")
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(json_ready(record), allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(json_ready(record), allow_nan=False, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
 
     def truncate(self, step: int) -> None:
         """Keeps the records of steps up to `step`; also drops a last line that a kill cut short."""

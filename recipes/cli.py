@@ -7,6 +7,7 @@ having saved a checkpoint.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import re
@@ -22,6 +23,7 @@ from recipes.settings import SettingsError
 
 COMMANDS = ("train", "doctor", "generate", "evaluate", "export", "plot", "bench", "fetch_smollm2")
 OUR_PACKAGES = tuple(str(Path(__file__).parents[1] / name) + os.sep for name in ("inference_v2", "hybrid", "trainers", "recipes"))
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 LOST_PEER = re.compile(r"connection (closed|reset|refused)|broken pipe", re.IGNORECASE)
 
 
@@ -51,11 +53,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # transformers' too; ours is the only progress line
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what it cannot read is said once, by us
+    os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
     try:
         return args.run(args)
     except SettingsError as error:
         return _refuse(*error.lines)
     except (ValueError, OSError) as error:
+        if _is_failed_write(error):
+            print(f"hybrid: error: {_one_line(error)}", file=sys.stderr)
+            return 1
         if not _raised_by_us(error):
             raise
         return _refuse(_one_line(error))
@@ -102,6 +108,11 @@ def _raised_by_us(error: Exception) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code.co_filename.startswith(OUR_PACKAGES)
+
+
+def _is_failed_write(error: Exception) -> bool:
+    folders = sys.modules.get("hybrid.folders")  # which imports torch
+    return getattr(error, "errno", None) in FULL or (folders is not None and isinstance(error, folders.FolderError))
 
 
 def _one_line(error: Exception) -> str:

@@ -44,6 +44,16 @@ class Alarms:
         return self._first.get(metric)
 
 
+def _no_update(alarms: Alarms) -> str | None:
+    updates = alarms.all_recent("updates")
+    if updates is not None and max(updates) == 0:
+        return (
+            f"the last {PATIENCE} steps changed nothing: no response was in the loss; they were all cut (shaping.mask_truncated: "
+            "raise max_new_tokens), or no group differed (dynamic_sampling)"
+        )
+    return None
+
+
 def _no_signal(alarms: Alarms) -> str | None:
     stds, silent = alarms.all_recent("reward_std"), alarms.all_recent("no_signal")
     if stds is not None and max(stds) == 0:
@@ -136,6 +146,7 @@ def _failing_reward(alarms: Alarms) -> str | None:
 ALARMS: dict[str, Callable[[Alarms], str | None]] = {
     "no signal": _no_signal,
     "collapse": _collapse,
+    "no update": _no_update,
     "endless": _endless,
     "wrong teacher": _wrong_teacher,
     "runaway": _runaway,

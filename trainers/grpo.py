@@ -80,8 +80,8 @@ class GRPO(OnPolicy):
                 made[i] = whitened
         else:
             made = [torch.full((n,), s) for s, n in zip(scores, lengths, strict=True)]
-        silent = sum(not bool(a.any()) for a in made)
-        count, zero = total([len(made), silent])
+        heard = [bool(a.any()) for a, rollout in zip(made, rollouts, strict=True) if self.counts(rollout)]
+        count, zero = total([len(heard), len(heard) - sum(heard)])
         return {"advantages": made}, {"no_signal": zero / max(count, 1.0)}
 
 

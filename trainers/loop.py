@@ -67,7 +67,7 @@ def train(
     gradient that is not finite.
     """
     mesh = open_mesh(config.engine)
-    run_dir = Path(config.output_dir)
+    run_dir = Path(config.output_dir).absolute()  # a user's reward may change the working directory
     checkpoint = open_run(config, run_dir, mesh)
     if checkpoint is not None and (done := _finished(checkpoint, config, run_dir)) is not None:
         if mesh.rank == 0:
@@ -163,6 +163,9 @@ class Run:
     def to_the_end(self, stop: Callable[[], bool], on_step: Callable[[int, dict[str, Any]], None]) -> TrainResult:
         stopped = False
         if self.step >= self.config.max_steps:  # a finished run that lost its model/
+            if self.step > self.config.max_steps and self.engine.rank == 0:
+                logger.warning("%s stands at step %d, beyond max_steps=%d: it is exported as it is", self.run_dir, self.step,
+                               self.config.max_steps)  # fmt: skip
             self._export()
         if self.step == 0 and self.config.eval.before and self.evaluator is not None:
             record = self._evaluate("before")
@@ -206,7 +209,7 @@ class Run:
             for number, places in enumerate(algorithm.minibatches(step, rollouts)):
                 updates.append(self._update(step, number, [rollouts[i] for i in places], _at(fields, places), phase))
             algorithm.after_step()
-        record |= _averaged(updates)
+        record |= {"updates": len(updates), **_averaged(updates)}
         self.step = step
         if config.log.completions:
             monitor.completions(step, table_rows("train", rollouts[: config.log.completions]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,6 +14,8 @@ from trainers.data.prompts import load_prompts
 from trainers.losses import cross_entropy_token_loss
 from trainers.rollout import given_rollouts, given_share, require_room
 
+logger = logging.getLogger(__name__)
+
 
 class PretrainingData:
     """Raises ValueError for rows without a response, or too long for the model."""
@@ -20,8 +23,11 @@ class PretrainingData:
     def __init__(self, config: PolicyConfig, engine: HybridEngine) -> None:
         assert config.ptx is not None
         self.config, self.engine, self.seed = config.ptx, engine, config.seed
-        data = config.data.model_copy(update={"train": config.ptx.data, "max_train": None})
-        self.prompts = load_prompts(data, engine.tokenizer, eos_token_ids=engine.model.eos_token_ids).prompts
+        given = {"train": config.ptx.data, "max_train": None, "privileged_template": None}
+        found = load_prompts(config.data.model_copy(update=given), engine.tokenizer, eos_token_ids=engine.model.eos_token_ids)
+        if engine.rank == 0:
+            logger.log(logging.INFO if len(found) == found.num_rows else logging.WARNING, "ptx data: %s", found)
+        self.prompts = found.prompts
         for prompt in self.prompts:
             if prompt.response_ids is None:
                 raise ValueError(f"ptx.data: row {prompt.index} has no response; fill data.response_column")

@@ -20,22 +20,32 @@ from trainers.config import RunConfig
 
 # Keys (and what is below them) that a resumed run may set anew: they do not enter what is trained, or only for how long.
 FREE_KEYS = ("output_dir", "max_steps", "log", "checkpoint", "certificate", "eval", "data.eval", "data.eval_split",
-             "data.max_eval", "engine.timeout_s")  # fmt: skip
+             "data.max_eval", "engine.timeout_s",
+             # Of memory and speed alone, but for rounding, as the number of ranks
+             "engine.zero_stage", "engine.activation_checkpointing", "engine.loss_chunk_tokens", "engine.rollout.gather",
+             "engine.rollout.on_leave", "engine.rollout.max_copy_bytes", "engine.rollout.engine.cache_bytes",
+             "engine.rollout.engine.max_running", "engine.rollout.engine.max_step_tokens", "train.micro_batch_tokens",
+             "critic.offload", "reference.offload", "teacher.offload")  # fmt: skip
 DECAY_END = "engine.optimizer.total_steps"
 
 
 def open_run(config: RunConfig, run_dir: Path, mesh: Mesh) -> Path | None:
     """Write config.yaml and return the checkpoint to go on from, if any. Collective: rank 0 looks and writes.
 
-    Raises ValueError on every rank if the folder was trained with another config (see FREE_KEYS).
+    Raises ValueError on every rank if the folder was trained with another config (see FREE_KEYS), or cannot be written (rank 0:
+    OSError).
     """
     error: ValueError | OSError | None = None
     if mesh.rank == 0:
         try:
             _prepare(config, run_dir)
-        except (ValueError, OSError) as caught:
+        except ValueError as caught:
             error = caught
+        except OSError as caught:
+            error = OSError(caught.errno, caught.strerror, str(caught.filename or run_dir / "config.yaml"))
     if (line := first_error(error)) is not None:
+        if isinstance(error, OSError):
+            raise error
         raise ValueError(line if error is None else str(error)) from error
     return last_checkpoint(run_dir)
 

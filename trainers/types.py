@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+LARGEST_REWARD = 1e30  # beyond it sums and squares of deviations are not finite in fp32
 Source = Literal["policy", "environment", "given"]
 
 

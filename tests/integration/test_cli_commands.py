@@ -1,7 +1,10 @@
 """Commands in this process, on tiny models."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -216,6 +219,25 @@ def test_a_part_that_another_recipe_trained_is_not_taken_for_this_ones(recipe, t
     (tmp_path / "part.yaml").write_text(yaml.safe_dump(part | {"train": {"batch_size": 8}}))
     said = refused(capsys, "train", recipe, f"output_dir={out}", "max_steps=1", "checkpoint.resume=never")
     assert f"{out / 'teacher'} was trained with another config: train.batch_size (was 4, now 8)" in said
+
+
+def test_a_full_disk_is_a_run_that_failed_and_names_the_file(recipe, tmp_path):
+    """A limit on the size of files stands for the disk."""
+    code = f"""import resource, sys; from recipes.cli import main
+main(["train", {str(recipe)!r}, "output_dir=out", "--check"])
+resource.setrlimit(resource.RLIMIT_FSIZE, (700, 700))
+sys.exit(main(["train", {str(recipe)!r}, "output_dir=out", "data.train=rows.jsonl", "data.eval=null", "model.path=m",
+               "model.recipe=null", "teacher={{path: m}}"]))"""
+    tiny_folder(tmp_path / "m", characters=NEW["characters"])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1, done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("hybrid: error: ")]
+    assert "out/" in line
+    assert "File too large" in line
 
 
 def test_check_compares_a_folders_weights_with_its_config(recipe, tmp_path, capsys):

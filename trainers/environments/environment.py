@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Protocol
+
+from trainers.types import LARGEST_REWARD
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,13 @@ class Reply:
     def __post_init__(self) -> None:
         if self.text is not None and not isinstance(self.text, str):
             raise ValueError(f"reply: text={self.text!r:.80}; allowed: text, or None to end the conversation")
+        try:
+            (self.text or "").encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"reply: text={self.text!r:.80}: {error.reason}; allowed: text that UTF-8 can hold") from None
         reward = float(self.reward)
-        if not math.isfinite(reward):
-            raise ValueError(f"reply: reward={reward}; allowed: a finite number")
+        if not abs(reward) <= LARGEST_REWARD:
+            raise ValueError(f"reply: reward={reward}; allowed: a finite number, up to {LARGEST_REWARD:g}")
         object.__setattr__(self, "reward", reward)  # frozen for everybody else
 
 

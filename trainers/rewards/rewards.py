@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from trainers.deadline import Late, OutOfTime
 from trainers.rewards.components import Component, open_component
 from trainers.rewards.config import RewardConfig
-from trainers.types import Prompt, Rollout
+from trainers.types import LARGEST_REWARD, Prompt, Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,8 @@ def _finite(value: Any) -> float:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except Exception as error:  # a user's object: whatever its conversion raises
         raise ValueError(f"it gave {_shown(value)}; allowed: a finite number") from error
-    if not math.isfinite(number):
-        raise ValueError(f"it gave {_shown(value)}; allowed: a finite number")
+    if not abs(number) <= LARGEST_REWARD:
+        raise ValueError(f"it gave {_shown(value)}; allowed: a finite number, up to {LARGEST_REWARD:g}")
     return number
 
 

@@ -86,8 +86,9 @@ def test_the_norm_is_that_of_the_whole_gradient_and_clips_it(pool2, tmp_path, st
 
 def adamw_error(path: str, stage: int) -> float:
     """Three AdamW steps with decay, warm-up and clipping, against torch on the plain module."""
-    settings = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.5}
-    # The module's own attention: AdamW makes steps of equal size from gradients near 1e-8, which another order of sums changes
+    # The module's own attention, and an eps above the rounding of gradients: AdamW makes steps of equal size from those that
+    # another order of sums changes
+    settings = {"name": "adamw", "lr": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "max_grad_norm": 0.5, "eps": 1e-5}
     engine = make_engine(path, zero_stage=stage, optimizer=settings, attn_implementation="sdpa")
     hf = hf_module(path)
     plain = torch.optim.AdamW(
@@ -95,7 +96,7 @@ def adamw_error(path: str, stage: int) -> float:
             {"params": [p for p in hf.parameters() if p.dim() > 1], "weight_decay": 0.1},
             {"params": [p for p in hf.parameters() if p.dim() == 1], "weight_decay": 0.0},
         ],
-        eps=1e-8,
+        eps=1e-5,
     )
     for step in range(3):
         mine = SEQUENCES[:1] if engine.rank == 0 else SEQUENCES[1:]
@@ -119,4 +120,4 @@ def adamw_error(path: str, stage: int) -> float:
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_adamw_on_shards_is_adamw(pool2, tmp_path, stage):
     save_tiny(tmp_path, "llama", vocab_size=97)
-    assert max(pool2.run(adamw_error, str(tmp_path), stage)) < 1e-4
+    assert max(pool2.run(adamw_error, str(tmp_path), stage)) < 1e-5

@@ -8,11 +8,12 @@ HEALTHY = {
     "reward_std": 0.4, "reward_mean": 0.5, "no_signal": 0.3, "entropy": 0.8, "student_entropy": 0.8,
     "teacher_entropy": 0.7, "repetition": 0.05, "truncated": 0.1,
     "top1_agreement": 0.7, "teacher_logprob": -0.9, "first_token_loss": 0.5, "loss": 0.3, "kl_reference": 0.05,
-    "mismatch_abs": 1e-6, "reward/exact_match_failures": 0.0,
+    "mismatch_abs": 1e-6, "updates": 1, "reward/exact_match_failures": 0.0,
 }  # fmt: skip
 FAULTS = {
     "no signal": [{"reward_std": 0.0}, {"no_signal": 1.0}],
     "collapse": [{"entropy": 0.001}, {"student_entropy": 0.01}, {"repetition": 0.9}],
+    "no update": [{"updates": 0}],
     "endless": [{"truncated": 1.0}],
     "wrong teacher": [{"top1_agreement": 0.05, "teacher_logprob": -9.0}, {"first_token_loss": 30.0}],
     "runaway": [{"kl_reference": 9.0}],

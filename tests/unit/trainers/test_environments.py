@@ -174,7 +174,15 @@ def test_what_is_not_there_is_refused(name, settings, message):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"text": 3}, {"text": b"x"}, {"text": None, "reward": float("nan")}, {"text": "", "reward": "a"}]
+    "wrong",
+    [
+        {"text": 3},
+        {"text": b"x"},
+        {"text": None, "reward": float("nan")},
+        {"text": "", "reward": "a"},
+        {"text": None, "reward": 1e300},
+        {"text": "\udcff9"},
+    ],
 )
 def test_a_reply_is_text_or_nothing_and_a_finite_reward(wrong):
     with pytest.raises(ValueError):

@@ -63,6 +63,7 @@ def test_what_counts_as_a_number(mine, value):
         ("1.0", "it gave '1.0'; allowed: a finite number"),
         (None, "it gave None; allowed"),
         (math.inf, "it gave inf; allowed"),
+        (-1e300, "it gave -1e.300; allowed: a finite number, up to 1e.30"),
         (math.nan, "it gave nan; allowed"),
         (10**400, r"it gave 10+\.\.\.; allowed"),
         ([1.0, 2.0], "it gave a list; allowed"),

@@ -26,7 +26,12 @@ def test_what_does_not_change_the_training_may_change(tmp_path):
     write_config(sft(tmp_path, engine=decaying), tmp_path)
     longer = {"optimizer": {"schedule": "cosine", "total_steps": 20}}
     free = {"log": {"console": False}, "checkpoint": {"every": 3}, "eval": {"every": 2}, "max_steps": 20, "output_dir": "moved",
-            "certificate": {"action": "warn"}}  # fmt: skip
+            "certificate": {"action": "warn"}, "train": {"micro_batch_tokens": 64}}  # fmt: skip
+    longer |= {
+        "zero_stage": 2,
+        "activation_checkpointing": True,
+        "rollout": {"engine": {"max_running": 3}},
+    }  # after a lack of memory
     check_same_config(sft(tmp_path, **free, engine=longer), tmp_path)
 
 
