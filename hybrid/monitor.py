@@ -21,7 +21,7 @@ from rich.text import Text
 from hybrid.memory import peak_bytes
 from hybrid.records import Records
 
-SHOWN = ("loss", "reward", "grad_norm")  # metrics of the progress line, where a record has them
+SHOWN = ("loss", "reward_mean", "kl_reference", "accuracy", "grad_norm")  # metrics of the progress line, where a record has them
 CELL_CHARACTERS = 120  # of a completion in the console's table
 
 

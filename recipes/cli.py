@@ -35,7 +35,7 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     top = _Parser(
         prog="hybrid",
-        description="Train a Hugging Face model on its own samples: distillation on a hybrid engine.",
+        description="Train Hugging Face models on their own samples: distillation, PPO, GRPO; reward models and SFT.",
         epilog="Each command explains itself: hybrid train --help",
     )
     top.add_argument("--version", action="version", version=f"hybrid {version('hybrid-rlhf')}")
@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("DATASETS_VERBOSITY", "critical")  # what it cannot read is said once, by us
     os.environ.setdefault("HF_HUB_VERBOSITY", "critical")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a `module:function` stands beside the recipe that is run
     try:
         return args.run(args)
     except SettingsError as error:

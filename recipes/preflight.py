@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 from recipes.data import made_name
@@ -78,6 +79,7 @@ def _check_run(run: RunConfig) -> Iterator[str]:
     from trainers.config import RewardRecipe
     from trainers.evaluation import Evaluator
     from trainers.reward_model import check_pairs
+    from trainers.rewards import RewardConfig, Rewards
 
     with Case.opened(run) as case:
         for names, role in case.shared():
@@ -89,6 +91,11 @@ def _check_run(run: RunConfig) -> Iterator[str]:
             raise ValueError(f"{case.policy}: no tokenizer, which training data needs; set model.tokenizer")
         prompts = case.load_data()
         yield f"  {run.data.train}: {len(prompts)} prompts"
+        functions = [c for c in getattr(run, "rewards", ()) if isinstance(c, RewardConfig)]
+        with closing(Rewards(functions)) as rewards:
+            rewards.check(prompts.prompts)
+        if functions:
+            yield f"  rewards: {', '.join(rewards.names)}"
         if run.data.eval is None:
             return
         held_out = case.load_data(held_out=True)

@@ -106,7 +106,9 @@ def find_recipe(name: str, beside: Path | None = None) -> Path:
             return place
     shipped = sorted(f"recipes/{path.relative_to(RECIPES)}" for path in RECIPES.glob("*/*.yaml"))
     near = difflib.get_close_matches(name, shipped, 1, 0.4)
-    raise FileNotFoundError(f"no recipe {name}; shipped ones: {', '.join(near or shipped)}")
+    raise FileNotFoundError(
+        f"no recipe {name}; {'the nearest shipped one is' if near else 'shipped ones:'} {', '.join(near or shipped)}"
+    )
 
 
 def parse_override(text: str) -> tuple[list[str], Any]:
@@ -178,7 +180,8 @@ def _fill(config: RunConfig, folder: Path) -> RunConfig:
 
     def located(section: Any, *names: str) -> Any:
         """The section with its paths, and the recipe it names, found."""
-        found: dict[str, Any] = {name: near(getattr(section, name)) for name in names}
+        given = {name: getattr(section, name) for name in names}
+        found: dict[str, Any] = {name: near(value) for name, value in given.items() if value is not None}
         if getattr(section, "recipe", None) is not None:
             found["recipe"] = str(find_recipe(section.recipe, beside=folder))
         return section.model_copy(update=found)

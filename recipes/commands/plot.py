@@ -83,7 +83,7 @@ def plot(run_dir: Path) -> list[Path]:
                 marker="o" if len(points) < 20 else None,
                 markersize=4,
             )
-        axes.set(xlabel="optimizer step", ylabel=PLOTS[name][0], title=run_dir.name)
+        axes.set(xlabel="step", ylabel=PLOTS[name][0], title=run_dir.name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(alpha=0.3)
         if len(curves) > 1:

@@ -168,6 +168,8 @@ def test_the_line_shows_loss_speeds_swap_and_memory() -> None:
     expected = "loss 0.1235 | eval/exact_match 0.5 | rollout 1520 tok/s | train 800 tok/s | swap 12 ms | 1.23 GB"
     assert progress_text(record) == expected
     assert progress_text({"loss": float("nan")}) == "loss nan"
+    policy = {"policy_loss": 0.1, "loss": 0.001, "reward_mean": 0.25, "reward_std": 1.0, "kl_reference": 0.03}
+    assert progress_text(policy) == "loss 0.001 | reward_mean 0.25 | kl_reference 0.03"
 
 
 def test_completions_are_a_table_at_their_steps(tmp_path: Path) -> None:

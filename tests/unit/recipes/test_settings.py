@@ -234,6 +234,11 @@ def test_whatever_a_policys_recipe_names_must_be_there(write, lines, message):
         check_files(load_settings(write(text.replace("exact_match}]", "exact_match}, {model: ./nope}]"))))
 
 
+def test_a_section_that_nobody_wrote_has_nothing_set(write):
+    config = load_settings(write(REWARDED + "rewards: [{name: exact_match}]"))
+    assert (config.reference.model_fields_set, config.critic.model_fields_set) == (set(), set())
+
+
 def test_paths_of_programs_and_seeds_of_adapters_are_the_runs(write):
     write("", "mine/venv/python")
     name = write(
