@@ -80,7 +80,7 @@ class OneCompletion:
     ("reward", "expected"),
     [
         (lambda completion, prompt: None, "it gave None; allowed: a finite number"),
-        (lambda completion, prompt: math.nan, "it gave nan; allowed: a finite number"),
+        (lambda completion, prompt: math.nan, "it gave nan; allowed: a finite number, up to 1e+30"),
         (lambda completion, prompt: {}[completion], "it raised KeyError: '2'"),
     ],
 )

@@ -204,7 +204,7 @@ class Loops:
             quarter = [k for row in k3 for t, k in enumerate(row) if i <= 4 * t / len(row) < i + 1]
             self.metrics[f"kl_quarter_{i + 1}"] = mean_of(quarter)
         if self.critic is None:
-            agreed = [all(abs(a) < 1e-12 for a in x.advantage) for x in self.responses]
+            agreed = [all(abs(a) < 1e-12 for a in x.advantage) for x in self.counted()]
             self.metrics["no_signal"] = sum(agreed) / len(agreed)
         else:
             pairs = [(v, r) for x in self.counted() for v, r in zip(x.value or (), x.returns or ())]
