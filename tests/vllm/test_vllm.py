@@ -235,3 +235,14 @@ def test_two_ranks_share_one_worker_and_both_hear_of_its_death(pool2, tmp_path):
     (folder,) = ranks[0]["folders"]
     assert folder.startswith("/dev/shm/")
     assert not Path(folder).exists()
+
+
+def test_the_worker_listens_on_loopback_alone(generator):
+    """vLLM opens a process group of one, whose transport listens."""
+    pid = generator._worker.pid
+    inodes = {os.readlink(fd).removeprefix("socket:[").removesuffix("]") for fd in Path(f"/proc/{pid}/fd").iterdir()
+              if os.readlink(fd).startswith("socket:[")}  # fmt: skip
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]]
+    addresses = {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
+    assert addresses, "its group has a listener"
+    assert addresses <= {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
