@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybrid.folders import write_folder
+from hybrid.folders import others, write_folder
 from hybrid.mesh import first_error, get_rank
 from hybrid.safetensors_stream import TensorInfo, write_safetensors
 
@@ -159,9 +159,5 @@ def _config_for_disk(config: Any, architecture: str | None, dtype: torch.dtype) 
 def _check_target(path: Path, source: Path | None) -> None:
     if source is not None and path.exists() and source.exists() and path.samefile(source):
         raise ValueError(f"{path} is the folder that the model came from; export to another one")
-    if not path.exists():
-        return
-    names = sorted(p.name for p in path.iterdir()) if path.is_dir() else [path.name]
-    foreign = [name for name in names if (path / name).is_dir() or Path(name).suffix not in EXPORT_SUFFIXES]
-    if names and (foreign or "config.json" not in names):
-        raise ValueError(f"{path} exists and is not a model folder ({', '.join((foreign or names)[:3])}); export to a new folder")
+    if found := others(path, marker="config.json", owns=lambda entry: not entry.is_dir() and entry.suffix in EXPORT_SUFFIXES):
+        raise ValueError(f"{path} exists and is not a model folder ({', '.join(found[:3])}); export to a new folder")

@@ -21,6 +21,17 @@ class FolderError(OSError):
     """A folder could not be written; raised on every rank, with the same message. What stood there before still stands."""
 
 
+def others(path: Path, *, marker: str, owns: Callable[[Path], bool]) -> list[str]:
+    """Names below `path` by which it is not a folder that may be replaced: entries that are not ours, or all of them where the
+    file `marker` is not among them. A path that is new or empty has none."""
+    if not path.exists():
+        return []
+    entries = sorted(path.iterdir()) if path.is_dir() else [path]
+    foreign = [entry.name for entry in entries if not owns(entry)]
+    names = [entry.name for entry in entries]
+    return foreign or ([] if marker in names else names)
+
+
 def write_folder(
     path: str | os.PathLike[str],
     write: Callable[[Path], None],

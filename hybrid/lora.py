@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hybrid.config import LoraConfig
-from hybrid.folders import write_folder
+from hybrid.folders import others, write_folder
 from hybrid.mesh import get_rank, raise_together
 from hybrid.safetensors_stream import TensorInfo, write_safetensors
 from hybrid.sharding import ShardedSource, local, local_rows
@@ -325,15 +325,9 @@ def _folder_settings(path: Path) -> Any:
         settings = _peft().PeftConfig.from_pretrained(str(path))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path / CONFIG_FILE}: {' '.join(str(error).split())}") from None
-    return _without_head(settings, str(path / CONFIG_FILE))
-
-
-def _without_head(settings: Any, what: str) -> Any:
-    """peft's config without the head of a sequence classifier among what is trained whole (peft lists every name that such a head
-    may have): it is `Adapter.tensors`' own. Raises ValueError for what is no plain LoRA."""
-    if {"score"} <= set(settings.modules_to_save or ()) <= {"score", "classifier"}:
-        settings = dataclasses.replace(settings, modules_to_save=None)
-    _require_plain(settings, what)
+    if {"score"} <= set(settings.modules_to_save or ()) <= {"score", "classifier"}:  # all names that peft knows such a head by
+        settings.modules_to_save = None  # a scalar model's head is `Adapter.tensors`' own
+    _require_plain(settings, str(path / CONFIG_FILE))
     return settings
 
 
@@ -367,12 +361,8 @@ def save_adapter(path: Path, adapter: Adapter, parameters: Mapping[str, Tensor],
     Raises ValueError when `path` holds something else, FolderError on every rank if it cannot be written.
     """
     error = None
-    if get_rank() == 0 and path.exists():
-        names = sorted(p.name for p in path.iterdir()) if path.is_dir() else [path.name]
-        foreign = [name for name in names if name not in ADAPTER_FILES]
-        if foreign or (names and CONFIG_FILE not in names):
-            shown = ", ".join((foreign or names)[:3])
-            error = ValueError(f"{path} exists and holds more than an adapter ({shown}); save to a new folder")
+    if get_rank() == 0 and (found := others(path, marker=CONFIG_FILE, owns=lambda entry: entry.name in ADAPTER_FILES)):
+        error = ValueError(f"{path} exists and holds more than an adapter ({', '.join(found[:3])}); save to a new folder")
     raise_together(error)
     names = sorted(adapter.tensors)
     infos = [TensorInfo(PREFIX + name, parameters[name].dtype, tuple(parameters[name].shape)) for name in names]

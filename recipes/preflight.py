@@ -36,7 +36,7 @@ def check_files(config: RunConfig) -> None:
         if (mixed := getattr(getattr(run, "ptx", None), "data", None)) is not None:
             _check_data("ptx.data", mixed)
         vllm = getattr(getattr(run, "rollout", None), "vllm", None)
-        if vllm is not None and shutil.which(Path(vllm.python).expanduser()) is None:
+        if vllm is not None and shutil.which(vllm.python) is None:
             raise FileNotFoundError(
                 f"rollout.vllm.python={vllm.python}: no program there; allowed: a Python that has vllm installed"
             )

@@ -25,6 +25,7 @@ from trainers.data.order import DrawnPrompt
 from trainers.environments.conversations import Conversations
 from trainers.evaluation import Evaluator
 from trainers.losses.reductions import Reduction
+from trainers.reward_scoring import RewardScorer
 from trainers.rollout import require_room
 from trainers.scoring import Scorer
 from trainers.types import Prompt, Rollout
@@ -88,6 +89,7 @@ class Algorithm(ABC):
     unit: int = 1  # so many rollouts in a row stay in one micro-batch
     samples_again: bool = False  # whether `rollouts` may generate several times
     conversations: Conversations | None = None  # where responses have several turns, of evaluations too
+    held_out_rewards: RewardScorer | None = None  # what scores evaluations, where eval.reward=rewards
     samples_elsewhere: bool = False  # whether another engine than the one that trains generates
     others: Mapping[str, HybridEngine] = MappingProxyType({})  # models that learn beside the policy, for checkpoints
 
@@ -132,7 +134,7 @@ class Algorithm(ABC):
     def open_evaluator(self, prompts: Sequence[Prompt]) -> EvaluatesHeldOut:
         """Raises ValueError for prompts that it cannot score."""
         require_room(prompts, self.engine.max_model_len, max_new_tokens=self.config.eval.max_new_tokens)
-        return Evaluator(self.config.eval, prompts, self.conversations)
+        return Evaluator(self.config.eval, prompts, self.conversations, self.held_out_rewards)
 
     # -- state
 

@@ -59,25 +59,20 @@ class Evaluator:
         else:
             completed = self.conversations.sample(drawn, self.config.sampling)
             answers = [replace(r, text=last_turn(r, engine.tokenizer)) for r in completed]
-        values, num_failed = self._scores(answers)
-        rollouts = [replace(r, reward=value) for r, value in zip(completed, values, strict=True)]
+        scores = self.rewards.score(answers) if self.scorer is None else self.scorer.scores(answers)
+        rollouts = [replace(r, reward=s.total) for r, s in zip(completed, scores, strict=True)]
         *totals, failures = engine.mesh.sum(
             [
-                sum(values),
+                sum(s.total for s in scores),
                 sum(r.num_response for r in rollouts),
                 sum(r.finish_reason == "length" for r in rollouts),
-                num_failed,
+                sum(bool(s.failed) for s in scores),
             ]
         )
         reward, length, truncated = (total / len(self.prompts) for total in totals)
         return Evaluation(
             reward, length, truncated, len(self.prompts), tuple(rollouts[: self.config.samples]), failures=int(failures)
         )
-
-    def _scores(self, answers: Sequence[Rollout]) -> tuple[list[float], int]:
-        """Of this rank's completions, and how many a reward failed for."""
-        scores = self.rewards.score(answers) if self.scorer is None else self.scorer.scores(answers)
-        return [s.total for s in scores], sum(bool(s.failed) for s in scores)
 
     def close(self) -> None:
         self.rewards.close()

@@ -25,7 +25,6 @@ from trainers.config import PolicyConfig
 from trainers.data.batching import counted_positions
 from trainers.data.order import DrawnPrompt, stable_hash
 from trainers.ema import PolicyAverage
-from trainers.evaluation import Evaluator
 from trainers.losses import divergence_token_loss
 from trainers.losses.policy import policy_token_loss
 from trainers.pretraining_mix import PretrainingData
@@ -98,13 +97,12 @@ class OnPolicy(Algorithm):
         self.rewards.check(prompts)
 
     def open_evaluator(self, prompts: Sequence[Prompt]) -> EvaluatesHeldOut:
-        if not self.config.eval.by_training_rewards:
-            return super().open_evaluator(prompts)
-        most = self.config.eval.max_new_tokens
-        require_room(prompts, self.engine.max_model_len, max_new_tokens=most)
-        for reward in self.rewards.models:
-            require_room(prompts, reward.model.max_positions, reader="reward model", max_new_tokens=most)
-        return Evaluator(self.config.eval, prompts, self.conversations, self.rewards)
+        if self.config.eval.by_training_rewards:
+            self.held_out_rewards = self.rewards
+            for reward in self.rewards.models:
+                most = self.config.eval.max_new_tokens
+                require_room(prompts, reward.model.max_positions, reader="reward model", max_new_tokens=most)
+        return super().open_evaluator(prompts)
 
     # -- responses and what they are worth
 
@@ -219,6 +217,7 @@ class OnPolicy(Algorithm):
         return filled
 
     def policy_learns(self, step: int) -> bool:
+        """Whether the step's updates change the policy."""
         return True
 
     def learners(self, step: int) -> Sequence[Learner]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from trainers.rewards.builtin import REWARDS, TextReward, format_match, length_penalty, regex
-from trainers.rewards.config import BATCH_TIMEOUT_S, RewardConfig, kind_of
+from trainers.rewards.config import RewardConfig, kind_of
 from trainers.rewards.functions import Function, load
 from trainers.rewards.math_verify import MathVerify
 from trainers.rewards.remote import Remote
@@ -30,7 +30,7 @@ class Component(Protocol):
 def open_component(config: RewardConfig) -> Component:
     """Raises ValueError for a function that cannot be imported, and for a package that is not installed."""
     timeout_s = TIMEOUT_S if config.timeout_s is None else config.timeout_s
-    batch_timeout_s = BATCH_TIMEOUT_S if config.batch_timeout_s is None else config.batch_timeout_s
+    batch_timeout_s = config.seconds_at_most
     match config.kind:
         case "length":
             assert config.max_tokens is not None, "RewardConfig has checked it"
