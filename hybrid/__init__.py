@@ -9,12 +9,12 @@ Rooms:
     lora        adapters: W + s B A on a frozen base
     batch       packed micro-batches and their padded view
     loss_head   the chunked loss: [B, T, V] never exists
-    optim       optimizers, schedules, clipping
+    optim/      optimizers, schedules, clipping, their state
     modes       the swap between training and generation, with its ledger (memory: bytes free and used)
     runner      what `generating()` yields; ranks in lock step
     module_copy rollouts of model types outside the registry
     engine      HybridEngine: generate, score, forward_backward, optim_step, save / load, save_pretrained
-    checkpoint  sharded checkpoints without pickles (optim_state, rng: the optimizer and the generators in them)
+    checkpoint  sharded checkpoints without pickles (rng: the generators in them)
     export      HF folders, tensor by tensor (safetensors_stream: the file format)
     folders     folders that are there whole or not at all, agreed on by all ranks
     monitor     progress line, loggers, phase times (records: metrics.jsonl and completions.jsonl)

@@ -32,9 +32,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from hybrid import optim_state, rng
+from hybrid import rng
 from hybrid.folders import recover, recover_all, remove_folder, sweep_all, write_folder
 from hybrid.mesh import describe, first_error, get_rank, get_world_size
+from hybrid.optim import state as optim_state
 
 FORMAT = 1
 SHARD_FILE_BYTES = 32 * 2**20  # the storage serialises one file at a time in memory: this bounds what saving adds to the shards

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid import lora, optim, sharding
+from hybrid import lora, sharding
 from hybrid.batch import Batch, packed_batch
 from hybrid.checkpoint import Trained, load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
@@ -23,6 +23,9 @@ from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, pack_head, 
 from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
 from hybrid.models import VALUE_HEAD, ShardedModel
 from hybrid.modes import Generation, Swap
+from hybrid.optim.gradients import clip, require_finite, squared_norms
+from hybrid.optim.optimizers import make_optimizer
+from hybrid.optim.schedules import Schedule
 from hybrid.policy import empty_batch, mode
 from hybrid.runner import Runner
 from hybrid.sharding import outside_inference_mode
@@ -43,8 +46,8 @@ class HybridEngine:
     def __init__(self, model: ShardedModel) -> None:
         config = model.config
         self.model, self.config, self.mesh = model, config, model.mesh
-        self.optimizer = optim.make_optimizer(config.optimizer, model.parameters())
-        self.lr_scheduler = optim.Schedule(config.optimizer, self.optimizer)
+        self.optimizer = make_optimizer(config.optimizer, model.parameters())
+        self.lr_scheduler = Schedule(config.optimizer, self.optimizer)
         self.weight_version = 0
         self._generation = Generation(model)
         self._base: Generation | None = None  # of the base below an adapter, when first asked for
@@ -323,9 +326,9 @@ class HybridEngine:
         self._require_closed()
         parameters = self.model.parameters()  # and frees the weights that stages 1 and 2 kept
         with self._dropping_gradients_on_error():
-            norms = optim.squared_norms(parameters, self.mesh.shard_group)
-            norm = optim.require_finite(norms, self.step_count + 1)
-        optim.clip(parameters, norm, self.config.optimizer.max_grad_norm)
+            norms = squared_norms(parameters, self.mesh.shard_group)
+            norm = require_finite(norms, self.step_count + 1)
+        clip(parameters, norm, self.config.optimizer.max_grad_norm)
         lr = self.optimizer.param_groups[0]["lr"]
         self.optimizer.step()
         self.lr_scheduler.step()
@@ -483,7 +486,7 @@ def initialize(
     config: Config = None,
     *,
     tokenizer: Any = None,
-) -> tuple[HybridEngine, torch.optim.Optimizer, None, optim.Schedule]:
+) -> tuple[HybridEngine, torch.optim.Optimizer, None, Schedule]:
     """DeepSpeed's entry: (engine, optimizer, dataloader, lr_scheduler). `model` is a HF folder or hub name, with `tokenizer` the
     folder of another one, or a HF module (or PeftModel) in memory, with its tokenizer object. `config` may be a JSON file of
     HybridConfig's keys (not DeepSpeed's). There is no dataloader: batches are the caller's."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hybrid.config import OptimizerConfig
-from hybrid.optim import lr_factor
+from hybrid.optim.schedules import lr_factor
 from recipes.doctor.case import Case
 from recipes.doctor.finding import Finding
 from trainers.config import GRPOConfig, OPSDConfig, PolicyConfig, PPOConfig, RewardRecipe, RunConfig

@@ -23,11 +23,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from hybrid import checkpoint, folders, optim_state
+from hybrid import checkpoint, folders
 from hybrid.checkpoint import last_checkpoint, load_checkpoint, prune, save_checkpoint
 from hybrid.config import HybridConfig
 from hybrid.folders import DELETED, PARTIAL, REPLACED, FolderError
 from hybrid.mesh import open_mesh
+from hybrid.optim import state as optim_state
 
 
 class Net(nn.Module):

@@ -11,7 +11,8 @@ from tiny import save_tiny
 from torch import nn
 
 from hybrid.config import OptimizerConfig
-from hybrid.optim import Schedule, lr_factor, make_optimizer
+from hybrid.optim.optimizers import make_optimizer
+from hybrid.optim.schedules import Schedule, lr_factor
 
 SEQUENCES = ragged_sequences(6)
 
