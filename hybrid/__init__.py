@@ -9,7 +9,8 @@ Rooms:
     lora        adapters: W + s B A on a frozen base
     batch       packed micro-batches and their padded view
     loss_head   the chunked loss: [B, T, V] never exists
-    optim/      optimizers, schedules, clipping, their state
+    optim/      optimizers, schedules, loss scales, clipping, their state
+    training/   training as DeepSpeed's users know it
     modes       the swap between training and generation, with its ledger (memory: bytes free and used)
     runner      what `generating()` yields; ranks in lock step
     module_copy rollouts of model types outside the registry

@@ -21,6 +21,8 @@ NO_TORCH = (
     "inference_v2.scheduler",
     "hybrid",
     "hybrid.config",
+    "hybrid.training.config.precision",
+    "hybrid.optim.loss_scale",
     "trainers.config",
     "trainers.types",
     "trainers.deadline",

@@ -1,8 +1,9 @@
 """From gradients on shards to new weights.
 
 Rooms:
-    optimizers  which optimizer, over which groups of parameters
-    schedules   the learning rate of each step
-    gradients   the global norm, clipping
-    state       an optimizer's state as named tensors, for checkpoints
+    optimizers      which optimizer, over which groups of parameters
+    schedules       the learning rate of each step
+    loss_scale      by what a loss is multiplied before its backward in fp16 (no torch)
+    gradients       the global norm, clipping
+    state           an optimizer's state as named tensors, for checkpoints
 """

@@ -1,0 +1,6 @@
+"""The sections of a DeepSpeed configuration as typed, frozen classes. No torch.
+
+Rooms:
+    fields      what all sections share: unknown names, "auto", whole numbers
+    precision   fp16 and bf16
+"""
