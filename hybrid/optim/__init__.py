@@ -3,6 +3,7 @@
 Rooms:
     optimizers      which optimizer, over which groups of parameters
     schedules       the learning rate of each step
+    peer_schedules  DeepSpeed's schedules, and rates, their closed forms (no torch)
     loss_scale      by what a loss is multiplied before its backward in fp16 (no torch)
     gradients       the global norm, clipping
     state           an optimizer's state as named tensors, for checkpoints
