@@ -32,7 +32,7 @@ class Fp16Config(Section):
         description="a growth goes no further. Not DeepSpeed's, which has no cap. At 2 ** 32 fp16 resolves gradients of "
         "2 ** -56, far under Adam's eps: a larger one changes no step",
     )
-    growth_factor: float = Field(2.0, gt=1, description="not DeepSpeed's, whose is always 2")
+    growth_factor: float = Field(2.0, gt=1, description="not DeepSpeed's, whose is always 2; a power of two rounds nothing")
     backoff_factor: float = Field(0.5, gt=0, lt=1, description="not DeepSpeed's, whose is always 1/2")
 
     @field_validator("fp16_master_weights_and_grads")

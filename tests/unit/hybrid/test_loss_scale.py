@@ -6,6 +6,7 @@ import json
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -180,6 +181,31 @@ def test_the_defaults_of_scaler_and_section_agree():
     events = "c" * 1002 + "oo"
     assert scales_of(loss_scaler_of(Fp16Config(enabled=True)), events) == scales_of(DynamicLossScale(), events)
     assert scales_of(DynamicLossScale(), "c" * 1001)[-2:] == [2.0**16, 2.0**17]
+
+
+def gradient_of(weight: torch.Tensor, target: float, scale: float) -> torch.Tensor:
+    leaf = weight.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad((leaf.cos().sum() - target).square() * scale, leaf)
+    return gradient
+
+
+def test_a_scaled_step_is_the_unscaled_one_bit_for_bit_also_where_the_scale_grows():
+    weight = torch.linspace(-1, 1, 5)
+    scaler = DynamicLossScale(initial_scale=2.0**10, window=3, hysteresis=1)
+    growths = overflows = 0
+    for step in range(80):
+        before = scaler.scale
+        gradient = gradient_of(weight, math.sin(step), before)
+        overflow = gradient.abs().max().item() > torch.finfo(torch.float16).max
+        overflows += overflow
+        if not overflow:
+            gradient /= before
+            assert torch.equal(gradient, gradient_of(weight, math.sin(step), 1.0))
+            weight.sub_(gradient, alpha=1e-2)
+        scaler.update(overflow)
+        growths += scaler.scale > before
+    assert growths > 5
+    assert overflows > 2
 
 
 class DoublesWhenClean:
