@@ -18,22 +18,38 @@ Rooms:
     checkpoint  sharded checkpoints without pickles (rng: the generators in them)
     export      HF folders, tensor by tensor (safetensors_stream: the file format)
     folders     folders that are there whole or not at all, agreed on by all ranks
+    training/   the engine behind initialize: any module, DeepSpeed's keys and loop
+    comm        process group and collectives under DeepSpeed's names
+    zero        GatheredParameters and Init
     monitor     progress line, loggers, phase times (records: metrics.jsonl and completions.jsonl)
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hybrid.engine import HybridEngine, initialize
+    from hybrid.comm import init_distributed
+    from hybrid.engine import HybridEngine
+    from hybrid.training.engine import TrainingEngine
+    from hybrid.training.start import add_config_arguments, initialize
 
-__all__ = ["HybridEngine", "initialize"]
+_HOMES = {  # heavy (torch, transformers): imported on first use
+    "HybridEngine": "hybrid.engine",
+    "TrainingEngine": "hybrid.training.engine",
+    "add_config_arguments": "hybrid.training.start",
+    "init_distributed": "hybrid.comm",
+    "initialize": "hybrid.training.start",
+}
+_MODULES = ("comm", "zero")  # as attributes too, for scripts that say deepspeed.comm
+
+__all__ = ["HybridEngine", "TrainingEngine", "add_config_arguments", "init_distributed", "initialize"]
 
 
 def __getattr__(name: str) -> object:
-    if name in __all__:  # heavy (torch, transformers): imported on first use
-        from hybrid import engine
-
-        return getattr(engine, name)
+    if name in _MODULES:
+        return import_module(f"hybrid.{name}")
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

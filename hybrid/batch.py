@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -82,29 +81,3 @@ class Batch:
         token_ids = torch.zeros(self.num_sequences, longest, dtype=torch.long, device=self.token_ids.device)
         token_ids.view(-1)[flat_index] = self.token_ids
         return token_ids, position_ids.contiguous(), flat_index
-
-
-def packed_batch(batch: Mapping[str, Tensor]) -> Batch:
-    """Rows of a padded HF batch (padding on either side) as packed sequences. A label counts where the token it names and the
-    token before it are real. Raises ValueError for other keys than these three, and for shapes that differ."""
-    needed, allowed = {"input_ids", "labels"}, {"input_ids", "labels", "attention_mask"}
-    if not needed <= batch.keys() <= allowed:
-        raise ValueError(f"a batch with keys {sorted(batch)}; allowed: input_ids, labels and, with padding, attention_mask")
-    ids, labels = batch["input_ids"], batch["labels"]
-    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    if not ids.shape == labels.shape == mask.shape or ids.dim() != 2:
-        shapes = {name: tuple(value.shape) for name, value in batch.items()}
-        raise ValueError(f"batch shapes {shapes}; allowed: input_ids, attention_mask and labels of one shape [B, L]")
-    lengths = mask.sum(1)
-    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    rows, columns = mask.nonzero(as_tuple=True)
-    positions = torch.arange(len(rows), device=ids.device) - cu_seqlens[rows]
-    counted = ((labels[rows, columns] != -100) & (positions > 0)).nonzero().squeeze(1)
-    return Batch(
-        token_ids=ids[rows, columns],
-        positions=positions,
-        cu_seqlens=cu_seqlens,
-        loss_index=counted - 1,
-        targets=labels[rows, columns][counted],
-        sequence_index=rows[counted],
-    )

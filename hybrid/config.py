@@ -112,6 +112,9 @@ class LoraConfig(Strict):
 
 class HybridConfig(Strict):
     zero_stage: int = Field(3, ge=0, le=3)
+    shard_ranks: int | None = Field(
+        None, ge=1, description="stages 1 to 3: so many ranks hold one copy of the weights together (HSDP); None: all"
+    )
     master_dtype: Dtype = Field(
         "float32", description="dtype of shards, their gradients and optimizer state (ranks add gradients in fp32)"
     )
@@ -146,6 +149,16 @@ class HybridConfig(Strict):
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer than this ends the run")
     debug_checksums: bool = Field(False, description="at each swap, verify that weights changed only where weight_version did")
 
+    @model_validator(mode="after")
+    def _check_shards(self) -> HybridConfig:
+        if self.shard_ranks is not None and self.zero_stage == 0:
+            raise ValueError(f"shard_ranks={self.shard_ranks} with zero_stage=0, where nothing is sharded; use stage 1, 2 or 3")
+        return self
+
+    def num_shards(self, world_size: int) -> int:
+        """Into how many shards a weight is cut."""
+        return 1 if self.zero_stage == 0 else self.shard_ranks or world_size
+
     @field_validator("freeze")
     @classmethod
     def _check_freeze(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
@@ -170,18 +183,33 @@ def resolve(config: HybridConfig | Mapping[str, Any] | str | os.PathLike[str] | 
     try:
         return HybridConfig.model_validate(given)
     except ValidationError as error:
-        problems = [_problem(e["loc"], e["type"], e["msg"]) for e in error.errors()]
-        raise ValueError(f"engine config: {'; '.join(problems)}") from None
+        raise ValueError(f"engine config: {'; '.join(describe_errors(error, HybridConfig))}") from None
 
 
-def _problem(path: tuple[int | str, ...], kind: str, message: str) -> str:
+def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
+    """Each problem of a config of class `root`, with its path; an unknown key with the nearest known one."""
+    return [_problem(root, e["loc"], e["type"], e["msg"]) for e in error.errors()]
+
+
+def _problem(root: type[BaseModel], path: tuple[int | str, ...], kind: str, message: str) -> str:
     where = ".".join(map(str, path))
     if kind != "extra_forbidden":
-        return f"{where}: {message.removeprefix('Value error, ')}" if where else message
-    section: Any = HybridConfig
+        return f"{where}: {message.removeprefix('Value error, ')}" if where else message.removeprefix("Value error, ")
+    section: Any = root
     for key in path[:-1]:
-        annotation = section.model_fields[key].annotation
-        section = next((part for part in get_args(annotation) if part is not type(None)), annotation)  # of `X | None`
-    known = list(section.model_fields)
+        if isinstance(key, str):
+            section = _section(_by_alias(section)[key])
+    known = list(_by_alias(section))
     near = difflib.get_close_matches(str(path[-1]), known, 1)
     return f"{where} is unknown; " + (f"nearest: {near[0]}" if near else f"allowed: {', '.join(known)}")
+
+
+def _by_alias(section: type[BaseModel]) -> dict[str, Any]:
+    """The annotations of a class by the names a user writes."""
+    return {field.alias or name: field.annotation for name, field in section.model_fields.items()}
+
+
+def _section(annotation: Any) -> Any:
+    """The class in `X`, `X | None` or `tuple[X, ...]`."""
+    parts = [part for part in get_args(annotation) if isinstance(part, type) and issubclass(part, BaseModel)]
+    return parts[0] if parts else annotation

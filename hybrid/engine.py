@@ -15,17 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from hybrid import lora, sharding
-from hybrid.batch import Batch, packed_batch
+from hybrid.batch import Batch
 from hybrid.checkpoint import Trained, load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
 from hybrid.export import save_pretrained
-from hybrid.loss_head import TokenLoss, chunked_loss, cross_entropy, pack_head, tokens_per_chunk
+from hybrid.loss_head import TokenLoss, chunked_loss, pack_head, tokens_per_chunk
 from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
 from hybrid.models import VALUE_HEAD, ShardedModel
 from hybrid.modes import Generation, Swap
-from hybrid.optim.gradients import clip, require_finite, squared_norms
+from hybrid.optim.gradients import in_words
 from hybrid.optim.optimizers import make_optimizer
 from hybrid.optim.schedules import Schedule
+from hybrid.optim.update import Update
 from hybrid.policy import empty_batch, mode
 from hybrid.runner import Runner
 from hybrid.sharding import outside_inference_mode
@@ -48,6 +49,9 @@ class HybridEngine:
         self.model, self.config, self.mesh = model, config, model.mesh
         self.optimizer = make_optimizer(config.optimizer, model.parameters())
         self.lr_scheduler = Schedule(config.optimizer, self.optimizer)
+        self._update = Update(
+            model.parameters(), self.optimizer, self.lr_scheduler, self.mesh, max_norm=config.optimizer.max_grad_norm
+        )
         self.weight_version = 0
         self._generation = Generation(model)
         self._base: Generation | None = None  # of the base below an adapter, when first asked for
@@ -324,50 +328,18 @@ class HybridEngine:
         Raises FloatingPointError on every rank, before any weight changes, naming the step and the gradients that are not finite.
         """
         self._require_closed()
-        parameters = self.model.parameters()  # and frees the weights that stages 1 and 2 kept
+        self.model.parameters()  # frees the weights that stages 1 and 2 kept
+
+        def refuse(names: list[str]) -> None:
+            raise FloatingPointError(
+                f"step {self.step_count + 1}: gradient of {in_words(names)} is not finite; no weight was changed; lower the "
+                "learning rate or look at this step's batch"
+            )
+
         with self._dropping_gradients_on_error():
-            norms = squared_norms(parameters, self.mesh.shard_group)
-            norm = require_finite(norms, self.step_count + 1)
-        clip(parameters, norm, self.config.optimizer.max_grad_norm)
-        lr = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.lr_scheduler.step()
-        self.optimizer.zero_grad()
+            stepped = self._update.step(refuse)
         self.weight_version += 1
-        return {"grad_norm": norm, "lr": lr}
-
-    # -- DeepSpeed's trio
-
-    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """Cross-entropy of {"input_ids", "attention_mask", "labels"} (each [B, L]; labels as in transformers: not shifted, -100
-        does not count), the mean over the counted tokens of all ranks. Every call is normalised on its own."""
-        error = None
-        try:
-            packed = packed_batch(batch).to(self.mesh.device)
-            error = self.model.misfit(packed)
-        except ValueError as caught:
-            error = caught
-        raise_together(error)
-        failed: list[Exception] = []
-        module = self.model.module
-        module.train(self.config.dropout and torch.is_grad_enabled())
-        sharding.set_sync(module, self.config.zero_stage, last=True)
-        with self._dropping_gradients_on_error():
-            loss, _ = self._loss(packed, cross_entropy, None, failed)
-            self._agree({}, failed)
-        if not torch.is_grad_enabled():
-            sharding.reshard(module)
-        tokens, total = self.mesh.sum([packed.num_targets, loss.item()])
-        loss = loss / max(tokens, 1)
-        return loss + (total / max(tokens, 1) - loss).detach()  # every rank shows the global mean; gradients are summed
-
-    def backward(self, loss: Tensor) -> None:
-        """Gradients add up over calls until `step`."""
-        with self._dropping_gradients_on_error():
-            loss.backward()
-
-    def step(self) -> dict[str, float]:
-        return self.optim_step()
+        return {"grad_norm": stepped.grad_norm, "lr": stepped.lr}
 
     # -- checkpoints
 
@@ -479,19 +451,3 @@ class HybridEngine:
         self._generation.close()
         if self._base is not None:
             self._base.close()
-
-
-def initialize(
-    model: str | os.PathLike[str] | nn.Module,
-    config: Config = None,
-    *,
-    tokenizer: Any = None,
-) -> tuple[HybridEngine, torch.optim.Optimizer, None, Schedule]:
-    """DeepSpeed's entry: (engine, optimizer, dataloader, lr_scheduler). `model` is a HF folder or hub name, with `tokenizer` the
-    folder of another one, or a HF module (or PeftModel) in memory, with its tokenizer object. `config` may be a JSON file of
-    HybridConfig's keys (not DeepSpeed's). There is no dataloader: batches are the caller's."""
-    if isinstance(model, nn.Module):
-        engine = HybridEngine.from_module(model, config, tokenizer=tokenizer)
-    else:
-        engine = HybridEngine.from_pretrained(model, config, tokenizer=tokenizer)
-    return engine, engine.optimizer, None, engine.lr_scheduler

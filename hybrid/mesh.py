@@ -10,18 +10,32 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hybrid.config import HybridConfig
+
+class MeshSettings(Protocol):
+    """What a config says of the mesh."""
+
+    @property
+    def device(self) -> str:
+        """ "auto", "cpu" or "cuda"."""
+
+    @property
+    def timeout_s(self) -> float: ...
+
+    def num_shards(self, world_size: int) -> int:
+        """Into how many shards a weight is cut."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands. `device_mesh` has the dimensions ("replicate", "shard"): (1, W) for ZeRO 1 to 3, (W, 1) for 0."""
+    """Where this rank stands. `device_mesh` has the dimensions ("replicate", "shard"): (1, W) for ZeRO 1 to 3, (W, 1) for 0, and
+    (W / n, n) where n ranks hold one copy together (HSDP)."""
 
     rank: int
     world_size: int
@@ -33,6 +47,11 @@ class Mesh:
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that together hold one copy of the weights."""
         return self.device_mesh.get_group("shard")
+
+    @property
+    def replicate_group(self) -> dist.ProcessGroup:
+        """The ranks that hold the same shards."""
+        return self.device_mesh.get_group("replicate")
 
     @property
     def shard_rank(self) -> int:
@@ -61,11 +80,11 @@ class Mesh:
         return [flat[r * len(row) : (r + 1) * len(row)] for r in range(self.world_size)]
 
 
-def open_mesh(config: HybridConfig) -> Mesh:
+def open_mesh(config: MeshSettings) -> Mesh:
     """Join the group that torchrun (or `accelerate launch`) describes in the environment, or make one of a single process.
 
     A process group that exists already is used as it is. Raises ValueError if config.device asks for CUDA where there is none,
-    and for a group that cannot reduce host memory.
+    for a group that cannot reduce host memory, and for a number of shards that does not divide the ranks.
     """
     device = choose_device(config.device)
     if not dist.is_initialized():
@@ -79,7 +98,11 @@ def open_mesh(config: HybridConfig) -> Mesh:
     if "cpu:" not in (backends := dist.get_backend_config()):
         raise ValueError(f"the process group's backends are {backends!r}; allowed: one for host memory too: cpu:gloo,cuda:nccl")
     world_size = dist.get_world_size()
-    shape = (world_size, 1) if config.zero_stage == 0 else (1, world_size)
+    shards = config.num_shards(world_size)
+    if world_size % shards:
+        fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
+        raise ValueError(f"{shards} ranks are to hold one copy of the weights, of {world_size}; allowed: {fitting}")
+    shape = (world_size // shards, shards)
     return Mesh(
         rank=dist.get_rank(),
         world_size=world_size,

@@ -104,7 +104,7 @@ class ShardedModel:
             apart=[hf.get_submodule(prefix.rstrip(".")) for prefix in self.towers],
             head=None if tied else head,
             mesh=mesh,
-            config=config,
+            layout=sharding.Layout.of(config),
         )
         if self.spec is not None and config.fused_layers:
             fused.fuse(hf.get_decoder(), self.module.layers, self.kernels)

@@ -5,79 +5,127 @@ The stages, on FSDP2 (the parameters' shards live on the mesh dimension "shard")
     1   shards; gathered once per step and kept; one reduce-scatter at the last micro-batch
     2   shards; gathered once per step and kept; a reduce-scatter each micro-batch
     3   shards; a layer is gathered for its forward and again for its backward; a reduce-scatter each micro-batch
-Gradients are sums over ranks: the engine has divided the loss by the global token count already.
+Gradients are sums over ranks: the caller divides, the loss before backward or the gradients after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hybrid.config import HybridConfig
 from hybrid.mesh import Mesh
 
 
+@dataclass(frozen=True)
+class Layout:
+    """How the parts of a module are sharded and in which dtypes they travel."""
+
+    stage: int
+    gather_dtype: Callable[[nn.Module], torch.dtype | None]  # of the parameters a module itself holds; None: as shards are
+    reduce_dtype: torch.dtype = torch.float32  # gradients are summed over ranks in it
+    cast_inputs: bool = True  # what goes into a unit is cast to what its weights are gathered in
+    offload: OffloadPolicy = field(default_factory=OffloadPolicy)
+    kept_over: int | None = None  # stage 3: after its forward a layer stays spread over so many ranks only; None: over all
+    unsharded: Collection[nn.Parameter] = ()  # left alone: not sharded, not gathered, gradients not reduced
+    prepare: Callable[[nn.Module], None] = lambda unit: None  # called on each unit before it is sharded
+
+    @classmethod
+    def of(cls, config: HybridConfig) -> Layout:
+        """One dtype computes everywhere."""
+        compute = getattr(torch, config.compute_dtype)
+        return cls(stage=config.zero_stage, gather_dtype=lambda _: compute)
+
+
 def shard(
     module: nn.Module,
     *,
     layers: Sequence[nn.Module],
-    apart: Sequence[nn.Module],
-    head: nn.Module | None,
+    apart: Sequence[nn.Module] = (),
+    head: nn.Module | None = None,
     mesh: Mesh,
-    config: HybridConfig,
+    layout: Layout,
 ) -> None:
     """Shard `module` in place, in units: each of `layers`; each of `apart` (towers that text never runs); the untied `head`; and
     the rest (embedding, final norm, tied head) with the root. Inside a unit each dtype is one group of its own.
 
     The root and the head stay gathered between their forward and backward, which follow each other; layers as the stage says.
     """
-    compute = getattr(torch, config.compute_dtype)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
     # Stage 0 frees a layer's compute copy too: making it again costs no communication.
-    free_layers = config.zero_stage in (0, 3)
-    grid = mesh.device_mesh if config.zero_stage == 0 else mesh.device_mesh["shard"]
+    free_layers = layout.stage in (0, 3)
+    grid = mesh.device_mesh if mesh.device_mesh.size(0) > 1 or layout.stage == 0 else mesh.device_mesh["shard"]
+    after = layout.kept_over if free_layers and layout.kept_over else free_layers
     for unit in layers:
-        _shard_unit(unit, mesh=grid, mp_policy=policy, reshard_after_forward=free_layers)
+        _shard_unit(unit, grid, layout, after)
     for unit in apart:
-        _shard_unit(unit, mesh=grid, mp_policy=policy, reshard_after_forward=True)
+        _shard_unit(unit, grid, layout, True)
     if head is not None:
-        _shard_unit(head, mesh=grid, mp_policy=policy, reshard_after_forward=False)
-    _shard_unit(module, mesh=grid, mp_policy=policy, reshard_after_forward=False)
+        _shard_unit(head, grid, layout, False)
+    _shard_unit(module, grid, layout, False)
     for group in groups(module):
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_reshard_after_backward(free_layers, recurse=False)
 
 
-def _shard_unit(unit: nn.Module, **options: object) -> None:
-    """One group per dtype among the trained parameters of `unit` that no group holds yet; the commonest dtype goes with `unit`
-    itself, as do frozen ones of any dtype."""
-    owners: dict[torch.dtype, list[nn.Module]] = {}
-    sizes: dict[torch.dtype, int] = {}
+def _shard_unit(unit: nn.Module, grid: DeviceMesh, layout: Layout, reshard_after_forward: bool | int) -> None:
+    """One group per pair of dtypes (of the shards, gathered) among the trained parameters of `unit` that no group holds yet; the
+    commonest goes with `unit` itself, as do frozen ones, of any dtype, that are gathered in the same."""
+    layout.prepare(unit)
+    unsharded = {*layout.unsharded}
+    owners: dict[tuple[torch.dtype | None, torch.dtype | None], list[nn.Module]] = {}
+    sizes: dict[tuple[torch.dtype | None, torch.dtype | None], int] = {}
     for child in unit.modules():
-        dtypes = {p.dtype for p in child.parameters(recurse=False) if p.requires_grad and not isinstance(p, DTensor)}
+        held = [p for p in child.parameters(recurse=False) if not isinstance(p, DTensor) and p not in unsharded]
+        dtypes = {p.dtype for p in held if p.requires_grad}
         if len(dtypes) > 1:
             raise ValueError(
                 f"{type(child).__name__} holds parameters of {sorted(map(str, dtypes))}; allowed: one dtype per module "
                 "(they are gathered together); cast them or move some into a submodule"
             )
-        for dtype in dtypes:
-            owners.setdefault(dtype, []).append(child)
-            sizes[dtype] = sizes.get(dtype, 0) + sum(p.numel() for p in child.parameters(recurse=False) if p.requires_grad)
-    main = max(sizes, key=lambda d: sizes[d], default=None)
-    for dtype, modules in owners.items():
-        if dtype == main:
+        if not held:
+            continue
+        key = (next(iter(dtypes), None), layout.gather_dtype(child))
+        owners.setdefault(key, []).append(child)
+        sizes[key] = sizes.get(key, 0) + sum(p.numel() for p in held)
+    for frozen in [key for key in owners if key[0] is None]:  # with trained ones that are gathered alike, or as they are
+        home = next((key for key in owners if key[0] is not None and frozen[1] in (key[1], None)), None)
+        if home is not None:
+            owners[home] += owners.pop(frozen)
+            sizes[home] += sizes.pop(frozen)
+    main = max(sizes, key=lambda key: sizes[key], default=(None, None))
+    for key, modules in owners.items():
+        if key == main:
             continue
         if unit in modules:
-            raise ValueError(f"{type(unit).__name__} itself holds {dtype} parameters while most of it is {main}; cast them")
-        fully_shard(modules, **options)  # type: ignore[call-overload]
-    fully_shard(unit, **options)  # type: ignore[call-overload]
+            raise ValueError(f"{type(unit).__name__} itself holds {key[0]} parameters while most of it is {main[0]}; cast them")
+        fully_shard(modules, **_options(grid, layout, reshard_after_forward, key[1], unsharded))  # type: ignore[call-overload]
+    fully_shard(unit, **_options(grid, layout, reshard_after_forward, main[1], unsharded))  # type: ignore[call-overload]
+
+
+def _options(
+    grid: DeviceMesh,
+    layout: Layout,
+    reshard_after_forward: bool | int,
+    gathered: torch.dtype | None,
+    unsharded: set[nn.Parameter],
+) -> dict[str, object]:
+    policy = MixedPrecisionPolicy(gathered, reduce_dtype=layout.reduce_dtype, cast_forward_inputs=layout.cast_inputs)
+    return {
+        "mesh": grid,
+        "reshard_after_forward": reshard_after_forward,
+        "mp_policy": policy,
+        "offload_policy": layout.offload,
+        "ignored_params": unsharded,
+    }
 
 
 def groups(module: nn.Module) -> Iterator[FSDPModule]:

@@ -6,5 +6,7 @@ Rooms:
     peer_schedules  DeepSpeed's schedules, and rates, their closed forms (no torch)
     loss_scale      by what a loss is multiplied before its backward in fp16 (no torch)
     gradients       the global norm, clipping
+    host            state and step in host memory
+    update          one step: check, unscale, clip, step
     state           an optimizer's state as named tensors, for checkpoints
 """

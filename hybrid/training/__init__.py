@@ -1,5 +1,11 @@
-"""Training as DeepSpeed's users know it, on our own engine.
+"""The training engine behind `hybrid.initialize`: any module, DeepSpeed's config keys and its loop of forward, backward, step.
 
 Rooms:
-    config/     the sections of a DeepSpeed configuration (no torch)
+    config/     the keys, typed and checked (no torch)
+    start       initialize: config, module, optimizer, schedule and data to one engine
+    engine      TrainingEngine: the loop's verbs
+    units       which parts of a module are gathered together
+    precision   the dtype of each module, of its shards, and what is cast between them
+    parameters  parameters and optimizers of the module as it came, found again after sharding
+    data        the training data's loader
 """

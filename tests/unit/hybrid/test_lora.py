@@ -24,7 +24,7 @@ from tiny import save_tiny, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from hybrid import HybridEngine, initialize, sharding
+from hybrid import HybridEngine, sharding
 from hybrid.checkpoint import read_header
 from hybrid.config import resolve
 from hybrid.modes import Generation
@@ -429,14 +429,14 @@ def test_a_peft_model_is_trained_as_it_is(folder):
     with pytest.raises(ValueError, match=r"engine\.lora is set and the module has an adapter"):
         HybridEngine.from_module(model, {"lora": {}})
     model.set_requires_grad("default", True)
-    engine, *_ = initialize(model, {"compute_dtype": "bfloat16", "optimizer": ADAMW})
+    engine = HybridEngine.from_module(model, {"compute_dtype": "bfloat16", "optimizer": ADAMW})
     assert {str(p.dtype) for n, p in engine.model.parameters().items() if "lora_" not in n} == {"torch.bfloat16"}
-    engine, *_ = initialize(with_trainable_adapter(folder), {"vocab_limit": 79})
+    engine = HybridEngine.from_module(with_trainable_adapter(folder), {"vocab_limit": 79})
     engine.forward_backward([pack(SEQUENCES)], cross_entropy)
     reference = load_file(folder / "reference.safetensors")
     assert max(relative_error(g, reference[n]) for n, g in full_gradients(engine).items()) < 1e-5
     with pytest.raises(ValueError, match="every parameter is frozen"):
-        initialize(with_peft(str(folder / "base"), str(folder / "adapter")))  # loaded for inference
+        HybridEngine.from_module(with_peft(str(folder / "base"), str(folder / "adapter")))  # loaded for inference
 
 
 def with_trainable_adapter(folder) -> nn.Module:

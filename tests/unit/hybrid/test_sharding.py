@@ -94,7 +94,7 @@ def train_two_dtypes() -> dict:
     module = nn.Sequential(Mixed(), Mixed())
     plain = nn.Sequential(Mixed(), Mixed())
     plain.load_state_dict(module.state_dict())
-    sharding.shard(module, layers=list(module), apart=[], head=None, mesh=mesh, config=config)
+    sharding.shard(module, layers=list(module), mesh=mesh, layout=sharding.Layout.of(config))
     dtypes = {name: p.dtype for name, p in module.named_parameters()}
     x = torch.randn(6, 8)
     with collectives() as counts:
@@ -120,13 +120,13 @@ def test_a_module_of_two_dtypes_is_refused():
     module.bias = nn.Parameter(module.bias.detach().bfloat16())
     config = HybridConfig()
     with pytest.raises(ValueError, match="one dtype per module"):
-        sharding.shard(module, layers=[], apart=[], head=None, mesh=open_mesh(config), config=config)
+        sharding.shard(module, layers=[], mesh=open_mesh(config), layout=sharding.Layout.of(config))
 
 
 def rows_by_rank(rows: int) -> tuple:
     mesh = open_mesh(HybridConfig())
     module = nn.Linear(3, rows, bias=False)
-    sharding.shard(module, layers=[], apart=[], head=None, mesh=mesh, config=HybridConfig())
+    sharding.shard(module, layers=[], mesh=mesh, layout=sharding.Layout.of(HybridConfig()))
     assert isinstance(module.weight, DTensor)
     cut = sharding.local_rows(rows, mesh.world_size, mesh.rank)
     return cut.stop - cut.start, sharding.local(module.weight).shape[0]

@@ -1,0 +1,108 @@
+"""One optimizer step over shards: what is checked, unscaled, clipped and stepped, in this order, on every rank alike."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hybrid.mesh import Mesh
+from hybrid.optim.gradients import clip_factor, not_finite, scale_, squared_norms
+from hybrid.optim.host import HostMirror
+from hybrid.optim.loss_scale import LossScaler
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one call of `Update.step` did, the same on every rank."""
+
+    grad_norm: float  # of the whole gradient, unscaled, before clipping; not finite where it overflowed
+    lr: float  # that was used
+    skipped: bool  # no weight, moment or rate was changed
+    overflowed: tuple[str, ...]  # parameters whose gradient was not finite
+
+
+class Update:
+    """The step of one engine: gradients on shards to new weights.
+
+    scaler: multiplies the loss; a gradient is divided by the scale that its loss was multiplied by, whatever has become of the
+    scale since. check: a step with a gradient that is not finite is skipped on every rank; without, it is taken. mirror: state
+    and step in host memory. divisor: of the sums over ranks that gradients are. Parameters that every rank holds whole and no
+    backward reduces are summed here.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer,
+        schedule: Any,
+        mesh: Mesh,
+        *,
+        max_norm: float | None,
+        scaler: LossScaler | None = None,
+        check: bool = True,
+        mirror: HostMirror | None = None,
+        divisor: float = 1.0,
+    ) -> None:
+        self.parameters, self.optimizer, self.schedule, self.mesh = parameters, optimizer, schedule, mesh
+        self.max_norm, self.scaler, self.check, self.mirror = max_norm, scaler, check, mirror
+        self._divisor = divisor
+        self._copies = [p for p in parameters.values() if p.requires_grad and not isinstance(p, DTensor)]
+        self._scale: float | None = None  # of the losses whose gradients wait
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """The loss to start a backward from. All losses of a step get the scale of the first."""
+        if self._scale is None:
+            self._scale = 1.0 if self.scaler is None else float(self.scaler.scale)
+        return loss if self._scale == 1.0 else loss.float() * self._scale
+
+    def step(self, refuse: Callable[[list[str]], None] = lambda names: None) -> Stepped:
+        """Collective. `refuse` is called with the names of the gradients that are not finite, and may raise. Raises what the
+        scaler raises at its floor (LossScaleError), with the gradients dropped."""
+        scale, lr = (self._scale or 1.0) * self._divisor, float(self.optimizer.param_groups[0]["lr"])
+        self._reduce_copies()
+        norms = squared_norms(self.parameters, self.mesh)
+        bad = not_finite(norms) if self.check else []
+        norm = math.sqrt(sum(norms.values())) / scale
+        try:
+            if bad:
+                refuse(bad)
+            else:
+                self._apply(clip_factor(norm, self.max_norm) / scale)
+        finally:
+            self.drop()
+        if self.scaler is not None:
+            self.scaler.update(bool(bad))
+        return Stepped(norm, lr, bool(bad), tuple(bad))
+
+    def _apply(self, factor: float) -> None:
+        if self.mirror is not None:
+            scale_(self.mirror.pull(), factor)
+        else:
+            scale_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+        self.optimizer.step()
+        if self.mirror is not None:
+            self.mirror.push()
+        if self.schedule is not None:
+            self.schedule.step()
+
+    def _reduce_copies(self) -> None:
+        for parameter in self._copies:
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            if self.mesh.world_size > 1 and gradient.numel():
+                dist.all_reduce(gradient)
+            parameter.grad = gradient
+
+    def drop(self) -> None:
+        """No gradient, and no scale that one was multiplied by."""
+        self._scale = None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        if self.mirror is not None:
+            self.mirror.drop()

@@ -1,0 +1,219 @@
+"""TrainingConfig: every section, the batch triangle, and what each given key does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from hybrid.config import Strict, describe_errors
+from hybrid.training.config.dtypes import AutocastConfig, DataTypesConfig, Dtype, ModuleRule, PrecisionPlan
+from hybrid.training.config.fields import Whole
+from hybrid.training.config.foreign import KNOBS, ONLY, REFUSED
+from hybrid.training.config.load import ConfigSource, load
+from hybrid.training.config.optimizers import OptimizerSection
+from hybrid.training.config.precision import Bf16Config, Fp16Config
+from hybrid.training.config.schedulers import SchedulerConfig
+from hybrid.training.config.sections import (
+    ActivationCheckpointingConfig,
+    CheckpointConfig,
+    CompressionConfig,
+    EigenvalueConfig,
+    HybridEngineConfig,
+    TensorboardConfig,
+    WandbConfig,
+)
+from hybrid.training.config.zero import ZeroConfig
+
+AUTO = "auto"
+Count = Annotated[Whole, Field(ge=1)]
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+class TrainingConfig(Strict):
+    train_batch_size: Count | None = Field(None, description="samples per optimizer step, over all ranks")
+    train_micro_batch_size_per_gpu: Count | None = Field(None, description="samples per forward of one rank")
+    gradient_accumulation_steps: Count | None = Field(None, description="backwards per optimizer step")
+    optimizer: OptimizerSection | None = Field(None, description="made here; null: one is given to initialize")
+    scheduler: SchedulerConfig | None = Field(None, description="of the learning rate, stepped with the optimizer")
+    gradient_clipping: float = Field(1.0, ge=0, description="global norm that raw gradients are scaled down to; 0: no clipping")
+    fp16: Fp16Config = Fp16Config()
+    bf16: Bf16Config = Bf16Config()
+    torch_autocast: AutocastConfig = AutocastConfig()
+    module_precision: tuple[ModuleRule, ...] = Field((), strict=False, description="ours: dtype by module")
+    data_types: DataTypesConfig = DataTypesConfig()
+    zero_optimization: ZeroConfig = ZeroConfig()
+    communication_data_type: Dtype | None = Field(None, description="gradients are reduced in; null: fp32")
+    prescale_gradients: bool = Field(False, description="gradients are divided before they are summed over ranks, not after")
+    gradient_predivide_factor: float = Field(1.0, gt=0, description="with prescale_gradients: by this before, by the rest after")
+    gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="over ranks")
+    gradient_compression: CompressionConfig = Field(
+        CompressionConfig(), description="ours: the largest entries only, with feedback"
+    )
+    managed_gradient_accumulation: bool = Field(
+        True, description="step() counts backwards; false: every step() is one, and the loss is not divided"
+    )
+    activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
+    hybrid_engine: HybridEngineConfig = HybridEngineConfig()
+    eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    tensorboard: TensorboardConfig = TensorboardConfig()
+    wandb: WandbConfig = WandbConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    dataloader_drop_last: bool = Field(False, description="the loader leaves out a last batch that is not whole")
+    steps_per_print: Count | None = Field(10, description="optimizer steps between log lines; null: none")
+    wall_clock_breakdown: bool = Field(False, description="forward, backward and step times in those lines")
+    log_level: str | None = Field(None, description="of this engine's log; null: as logging is set up")
+    seed: int = Field(0, ge=0, description="ours: of the training data's order")
+    timeout_s: float = Field(600.0, gt=0, description="ours: a collective that waits longer than this ends the run")
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="ours")
+
+    @field_validator("log_level")
+    @classmethod
+    def _check_level(cls, level: str | None) -> str | None:
+        if level is not None and level.lower() not in LEVELS:
+            raise ValueError(f"{level!r}; allowed: {', '.join(LEVELS)}, or null")
+        return level and level.lower()
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainingConfig:
+        if self.fp16.enabled and self.bf16.enabled:
+            raise ValueError("fp16 and bf16 are both enabled; allowed: one of them")
+        if self.hybrid_engine.enabled and self.fp16.enabled:
+            raise ValueError("hybrid_engine with fp16: its kernels compute in fp32 and bf16; use bf16")
+        if self.gradient_predivide_factor != 1.0 and not self.prescale_gradients:
+            raise ValueError("gradient_predivide_factor needs prescale_gradients: true")
+        if self.gradient_compression.ratio < 1 and self.zero_optimization.stage == 0:
+            raise ValueError("gradient_compression needs zero_optimization.stage 1, 2 or 3; given: stage 0")
+        self.precision()
+        return self
+
+    def num_shards(self, world_size: int) -> int:
+        """Into how many shards a weight is cut."""
+        zero = self.zero_optimization
+        if zero.stage == 0:
+            return 1
+        return zero.mics_shard_size if zero.mics_shard_size > 0 else world_size
+
+    def precision(self) -> PrecisionPlan:
+        compute: Dtype | None = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
+        return PrecisionPlan(
+            compute=compute, autocast=self.torch_autocast, rules=self.module_precision, data_types=self.data_types
+        )
+
+    def with_batch(self, world_size: int) -> TrainingConfig:
+        """With the three batch sizes settled: train = micro x accumulation x ranks; one or two of them give the others. Raises
+        ValueError where they do not fit, or where only the accumulation is given."""
+        train, micro, steps = self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
+        if train is None and micro is None:
+            raise ValueError("give train_batch_size or train_micro_batch_size_per_gpu (or both); the rest is derived")
+        if train is None:
+            assert micro is not None
+            steps = steps or 1
+            train = micro * steps * world_size
+        elif micro is None:
+            steps = steps or 1
+            micro = _divided(train, steps * world_size, f"gradient_accumulation_steps={steps} x {world_size} ranks")
+        elif steps is None:
+            steps = _divided(train, micro * world_size, f"train_micro_batch_size_per_gpu={micro} x {world_size} ranks")
+        if train != micro * steps * world_size:
+            raise ValueError(
+                f"train_batch_size={train} is not train_micro_batch_size_per_gpu={micro} x gradient_accumulation_steps={steps} x "
+                f"{world_size} ranks = {micro * steps * world_size}; leave one of the three out"
+            )
+        return self.model_copy(
+            update={"train_batch_size": train, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+        )
+
+
+def _divided(train: int, by: int, what: str) -> int:
+    if train % by:
+        below, above = train // by * by, (train // by + 1) * by
+        near = f"{below} or {above}" if below else str(above)
+        raise ValueError(f"train_batch_size={train} cannot be divided by {what} = {by}; nearest: {near}")
+    return train // by
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What one given key does."""
+
+    key: str  # its path, with dots
+    value: Any
+    text: str
+
+
+def resolve_training(source: ConfigSource | TrainingConfig) -> tuple[TrainingConfig, list[Effect]]:
+    """The checked config, and what each key that was given does. "auto" stands for a key that is not given. Raises ValueError,
+    one line that names every problem with its path."""
+    if isinstance(source, TrainingConfig):
+        return source, []
+    given = load(source)
+    if "bfloat16" in given:  # the old name
+        given.setdefault("bf16", given.pop("bfloat16"))
+    problems: list[str] = []
+    effects: list[Effect] = []
+    kept = _kept(given, "", problems, effects)
+    try:
+        config = TrainingConfig.model_validate(kept)
+    except ValidationError as error:
+        problems += describe_errors(error, TrainingConfig)
+    if problems:
+        raise ValueError(f"config: {'; '.join(problems)}")
+    effects += list(_effects(kept, TrainingConfig, "", config))
+    return config, sorted(effects, key=lambda effect: _position(given, effect.key))
+
+
+def _kept(given: Mapping[str, Any], path: str, problems: list[str], effects: list[Effect]) -> dict[str, Any]:
+    """`given` without "auto", knobs and what is refused, which are noted."""
+    kept: dict[str, Any] = {}
+    for key, value in given.items():
+        where = f"{path}{key}"
+        if where in KNOBS:
+            effects.append(Effect(where, value, f"no effect here: {KNOBS[where]}"))
+        elif where in REFUSED:
+            if _asks(value):
+                problems.append(f"{where}: {REFUSED[where]}")
+        elif where in ONLY:
+            only, why = ONLY[where]
+            if value not in (only, AUTO):
+                problems.append(f"{where}={value!r}; allowed: {only}, {why}")
+        elif isinstance(value, str) and value == AUTO:
+            effects.append(Effect(where, value, "as if it were not given"))
+        elif isinstance(value, Mapping) and where != "scheduler.params":  # which has a meaning of its own for some
+            kept[key] = _kept(value, f"{where}.", problems, effects)
+        else:
+            kept[key] = value
+    return kept
+
+
+def _asks(value: Any) -> bool:
+    """Whether a value asks for something."""
+    if isinstance(value, Mapping):
+        return bool(value) and value.get("enabled", True) not in (False, AUTO)
+    return value not in (None, False, AUTO)
+
+
+def _effects(kept: Mapping[str, Any], section: type[Strict], path: str, config: Any) -> Iterator[Effect]:
+    by_alias = {field.alias or name: (name, field) for name, field in section.model_fields.items()}
+    for key, value in kept.items():
+        if key not in by_alias:  # an old name that a validator took
+            continue
+        name, field = by_alias[key]
+        part = getattr(config, name)
+        if isinstance(part, Strict) and isinstance(value, Mapping):
+            yield from _effects(value, type(part), f"{path}{key}.", part)
+        else:
+            yield Effect(f"{path}{key}", value, field.description or "followed")
+
+
+def _position(given: Mapping[str, Any], key: str) -> tuple[int, ...]:
+    """Where a key stands in the config."""
+    found: list[int] = []
+    part: Any = given
+    for name in key.split("."):
+        names = list(part) if isinstance(part, Mapping) else []
+        found.append(names.index(name) if name in names else len(names))
+        part = part.get(name) if isinstance(part, Mapping) else None
+    return tuple(found)

@@ -1,0 +1,271 @@
+"""TrainingEngine: DeepSpeed's loop of forward, backward and step, over any module sharded by FSDP2."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hybrid import sharding
+from hybrid.mesh import Mesh
+from hybrid.optim.gradients import in_words
+from hybrid.optim.update import Stepped, Update
+from hybrid.training.config.top import Effect, TrainingConfig
+
+
+class TrainingEngine(nn.Module):
+    """One sharded module with its optimizer. All verbs are collective: every rank calls them in the same order.
+
+    `engine(...)` is the module's forward; `engine.backward(loss)` adds gradients, of the mean over ranks and over the
+    backwards of a step; `engine.step()` takes an optimizer step at each step's last backward and does nothing before. What
+    the engine does not know is looked up in `module`.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: TrainingConfig,
+        mesh: Mesh,
+        update: Update,
+        *,
+        effects: Sequence[Effect] = (),
+        log: logging.Logger,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.config, self.mesh, self.effects = config, mesh, tuple(effects)
+        self.global_steps = 0  # boundaries passed, skipped ones too
+        self.global_samples = 0
+        self.micro_steps = 0  # backwards
+        self.skipped_steps = 0
+        self.last: Stepped | None = None  # what the last boundary did
+        self._update = update
+        self._log = log
+        self._boundary: bool | None = None  # as the caller says, else by counting
+
+    # -- the loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward, on this rank's samples; what an exception in it left half done is dropped."""
+        training = torch.is_grad_enabled()
+        if training:
+            self._announce(self.is_gradient_accumulation_boundary())
+        autocast = self.config.torch_autocast
+        context = torch.autocast(self.mesh.device.type, getattr(torch, autocast.dtype)) if autocast.enabled else nullcontext()
+        with self._dropping_on_error(), context:
+            result = self.module(*args, **kwargs)
+        if not training:
+            sharding.reshard(self.module)
+        return result
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Adds the gradient of loss / gradient_accumulation_steps (of the loss itself with scale_wrt_gas=False, or where
+        the caller manages the accumulation). Returns the loss so divided. Raises ValueError for what is not one number with
+        a graph."""
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
+            raise ValueError(
+                f"backward takes one number that was computed by the engine's forward; given: {_in_short(loss)}; reduce it "
+                "(loss.mean()), and compute it outside torch.no_grad()"
+            )
+        boundary = self.is_gradient_accumulation_boundary()
+        self._announce(boundary)
+        if scale_wrt_gas and self.config.managed_gradient_accumulation:
+            loss = loss / self.gradient_accumulation_steps()
+        with self._dropping_on_error():
+            started = loss.sum() / (self.config.gradient_predivide_factor if self.config.prescale_gradients else 1.0)
+            self._update.scaled(started).backward(retain_graph=retain_graph)
+        self.micro_steps += 1
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
+        return loss.detach()
+
+    def step(self) -> None:
+        """At a boundary: check, unscale, clip, step, advance the schedule. A gradient that is not finite is a step that no rank
+        takes: weights, moments and rate stay, skipped_steps counts it. Raises LossScaleError where that comes at the lowest
+        loss scale, ValueError for a parameter without a gradient if those are not to be ignored."""
+        if not self._at_boundary():
+            return
+        sharding.reshard(self.module)
+        self._check_used()
+        self.last = stepped = self._update.step()
+        self.global_steps += 1
+        if stepped.skipped:
+            self.skipped_steps += 1
+            self._log.warning(
+                "step %d was skipped: the gradient of %s is not finite%s", self.global_steps, in_words([*stepped.overflowed]),
+                "" if self._update.scaler is None else f"; the loss scale is now {self._update.scaler.scale:g}",
+            )  # fmt: skip
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.mesh.rank == 0:
+            self._log.info("step=%d, skipped=%d, lr=%s, grad_norm=%.4g", self.global_steps, self.skipped_steps, self.get_lr(),
+                           stepped.grad_norm)  # fmt: skip
+
+    def _at_boundary(self) -> bool:
+        """Whether the backwards of a whole step are done."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return True
+        return self.micro_steps > 0 and self.micro_steps % self.gradient_accumulation_steps() == 0
+
+    def _announce(self, boundary: bool) -> None:
+        """Say before a backward whether it is the step's last."""
+        sharding.set_sync(self.module, self.config.zero_optimization.stage, last=boundary)
+        if self._update.mirror is not None:
+            self._update.mirror.armed = boundary
+
+    def _check_used(self) -> None:
+        if self.config.zero_optimization.ignore_unused_parameters:
+            return
+        unused = [name for name, p in self._update.parameters.items() if p.requires_grad and p.grad is None]
+        if unused:
+            self._update.drop()
+            raise ValueError(f"no gradient reached {in_words(unused)}; freeze what is not used, or allow it: "
+                             "zero_optimization.ignore_unused_parameters: true")  # fmt: skip
+
+    @contextmanager
+    def _dropping_on_error(self) -> Iterator[None]:
+        """After an exception the module can run and train again, without half a gradient."""
+        try:
+            yield
+        except BaseException:
+            sharding.abandon(self.module)
+            self._update.drop()
+            raise
+
+    # -- accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next backward is the step's last."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Let the caller say it, for all that follows; None: by counting again."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside are no boundary. Raises RuntimeError at stages 2 and 3, which reduce each gradient at once."""
+        if self.zero_optimization_stage() >= 2:
+            raise RuntimeError("no_sync at ZeRO stage 2 or 3, where every backward reduces its gradient; use stage 0 or 1")
+        before, self._boundary = self._boundary, False
+        try:
+            yield
+        finally:
+            self._boundary = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._update.drop()
+
+    # -- what it is
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._update.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        return self._update.schedule
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device
+
+    @property
+    def local_rank(self) -> int:
+        return self.mesh.rank % self.mesh.local_world_size
+
+    @property
+    def global_rank(self) -> int:
+        return self.mesh.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.mesh.world_size
+
+    dp_world_size = world_size
+
+    @property
+    def loss_scale(self) -> float:
+        """By which the next loss is multiplied; 1.0 without a scaler."""
+        return 1.0 if self._update.scaler is None else float(self._update.scaler.scale)
+
+    cur_scale = loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the last boundary was skipped."""
+        return self.last is not None and self.last.skipped
+
+    def was_step_applied(self) -> bool:
+        return self.last is not None and not self.last.skipped
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last boundary: the whole gradient, unscaled, before clipping."""
+        return None if self.last is None else self.last.grad_norm
+
+    def get_lr(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
+    def train_batch_size(self) -> int:
+        assert self.config.train_batch_size is not None
+        return self.config.train_batch_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        assert self.config.train_micro_batch_size_per_gpu is not None
+        return self.config.train_micro_batch_size_per_gpu
+
+    def gradient_accumulation_steps(self) -> int:
+        assert self.config.gradient_accumulation_steps is not None
+        return self.config.gradient_accumulation_steps
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def zero_optimization(self) -> bool:
+        return self.zero_optimization_stage() > 0
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def describe(self) -> str:
+        """What each key of the config does here, a line each."""
+        width = max((len(effect.key) for effect in self.effects), default=0)
+        return "\n".join(f"{effect.key:<{width}}  {effect.value!r}: {effect.text}" for effect in self.effects)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise
+            return getattr(module, name)
+
+
+def _in_short(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}{'' if value.requires_grad else ' without a graph'}"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} (its loss?)"
+    return f"a {type(value).__name__}"
