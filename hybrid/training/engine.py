@@ -78,6 +78,8 @@ class TrainingEngine(nn.Module):
         with self._dropping_on_error():
             started = loss.sum() / (self.config.gradient_predivide_factor if self.config.prescale_gradients else 1.0)
             self._update.scaled(started).backward(retain_graph=retain_graph)
+        if boundary and not retain_graph:  # stages 1 and 2 kept the weights, which hide the shards and their gradients
+            sharding.reshard(self.module)
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
         return loss.detach()

@@ -95,7 +95,8 @@ def is_a(module: nn.Module, name: str) -> bool:
 
 def master_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     """Of the shards of a trained parameter, its gradient and its optimizer state."""
-    if plan.data_types.optimizer_dtype == "param" and parameter.dtype == torch.bfloat16:
+    keeps = plan.data_types.optimizer_dtype == "param" and parameter.dtype == torch.bfloat16
+    if keeps or plan.bf16_masters:
         return torch.bfloat16
     return torch.float32
 

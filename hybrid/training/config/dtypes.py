@@ -67,6 +67,7 @@ class PrecisionPlan(Strict):
     """What the sections say together; see TrainingConfig.precision."""
 
     compute: Dtype | None  # of every module without a rule; None: each parameter's own
+    bf16_masters: bool  # of all parameters
     autocast: AutocastConfig
     rules: tuple[ModuleRule, ...]
     data_types: DataTypesConfig

@@ -16,15 +16,15 @@ class Fp16Config(Section):
     window and the floor may be anything. Numbers that fit no dynamic scale at all are always refused.
     """
 
-    enabled: bool = False
-    auto_cast: bool = Field(False, description="cast the model's floating-point inputs to fp16")
+    enabled: bool = Field(False, description="weights are gathered, and compute, in fp16; masters are fp32")
+    auto_cast: bool = Field(False, description="inputs of a layer are cast to its dtype, always")
     loss_scale: NumberOrText = Field(0.0, ge=0, description="0: dynamic")
     initial_scale_power: Whole = Field(16, ge=0, le=MAX_SCALE_POWER, description="a dynamic scale starts at 2 ** this")
     loss_scale_window: WholeOrText = Field(1000, description="clean updates from one growth to the next")
     hysteresis: Whole = Field(2, ge=1, description="the overflow that lowers the scale: 1 the first, 2 the second, ...")
     consecutive_hysteresis: bool = Field(False, description="a clean update forgets overflows; off: only a growth does")
     min_loss_scale: WholeOrText = Field(1, description="an overflow at this scale ends the run")
-    fp16_master_weights_and_grads: bool = False
+    fp16_master_weights_and_grads: bool = Field(False, description="refused: masters are fp32")
     max_loss_scale: float = Field(
         2.0**32,
         gt=0,
@@ -72,8 +72,8 @@ class Fp16Config(Section):
 class Bf16Config(Section):
     """Training in bf16, without a loss scale."""
 
-    enabled: bool = False
-    immediate_grad_update: bool = Field(False, description="add to the fp32 gradients as soon as a gradient is there")
+    enabled: bool = Field(False, description="weights are gathered, and compute, in bf16; masters are fp32")
+    immediate_grad_update: bool = Field(False, description="gradients are reduced to fp32 as soon as they are there, always")
     check_grad_overflow: bool = Field(True, description="skip a step whose gradients are not finite")
     bf16_master_weights_and_grads: bool = Field(False, description="no fp32 copy of weights and gradients")
     bf16_optimizer_states: bool = Field(False, description="the optimizer's state in bf16")

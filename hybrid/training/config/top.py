@@ -99,7 +99,11 @@ class TrainingConfig(Strict):
     def precision(self) -> PrecisionPlan:
         compute: Dtype | None = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None
         return PrecisionPlan(
-            compute=compute, autocast=self.torch_autocast, rules=self.module_precision, data_types=self.data_types
+            compute=compute,
+            bf16_masters=self.bf16.enabled and self.bf16.bf16_master_weights_and_grads,
+            autocast=self.torch_autocast,
+            rules=self.module_precision,
+            data_types=self.data_types,
         )
 
     def with_batch(self, world_size: int) -> TrainingConfig:
