@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any, TypeVar, cast
 
@@ -19,6 +19,16 @@ from hybrid.lora import Adapter, named_parameters
 from inference_v2.head import Head
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """Arguments of the HF model's own forward, on their way through the module that gathers its weights."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
 HeadFunction = Callable[[Tensor, Head], R]  # (hidden [N, H], gathered head) -> anything that autograd and FSDP can walk
 
 
@@ -86,9 +96,11 @@ class PolicyModule(nn.Module):
         module = cast(nn.Linear, self.head_module)
         return Head(module.weight, module.bias, vocab_limit=self.vocab_limit, scale=self._scale, softcap=self._softcap)
 
-    def forward(self, batch: Batch, head_function: HeadFunction[R] | None = None) -> R | Tensor:
+    def forward(self, batch: Batch | PlainCall, head_function: HeadFunction[R] | None = None) -> Any:
         """Hidden states [N, H] at the batch's `loss_index`, or what `head_function` makes of them and of the head. A rank without
-        tokens runs one that nothing reads, with the same collectives."""
+        tokens runs one that nothing reads, with the same collectives. A PlainCall: what the HF model itself returns for it."""
+        if isinstance(batch, PlainCall):
+            return self.hf(*batch.args, **batch.kwargs)
         decoder = self.hf.get_decoder()
         if batch.num_tokens == 0:
             batch = one_token(batch)

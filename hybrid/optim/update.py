@@ -40,7 +40,7 @@ class Update:
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         schedule: Any,
         mesh: Mesh,
         *,
@@ -65,6 +65,7 @@ class Update:
     def step(self, refuse: Callable[[list[str]], None] = lambda names: None) -> Stepped:
         """Collective. `refuse` is called with the names of the gradients that are not finite, and may raise. Raises what the
         scaler raises at its floor (LossScaleError), with the gradients dropped."""
+        assert self.optimizer is not None, "an engine without an optimizer takes no step"
         scale, lr = (self._scale or 1.0) * self._divisor, float(self.optimizer.param_groups[0]["lr"])
         self._reduce_copies()
         norms = squared_norms(self.parameters, self.mesh)
@@ -86,6 +87,7 @@ class Update:
             scale_(self.mirror.pull(), factor)
         else:
             scale_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
+        assert self.optimizer is not None
         self.optimizer.step()
         if self.mirror is not None:
             self.mirror.push()

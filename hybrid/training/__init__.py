@@ -4,8 +4,11 @@ Rooms:
     config/     the keys, typed and checked (no torch)
     start       initialize: config, module, optimizer, schedule and data to one engine
     engine      TrainingEngine: the loop's verbs
+    layout      units, dtypes and host memory, as the config says
     units       which parts of a module are gathered together
     precision   the dtype of each module, of its shards, and what is cast between them
     parameters  parameters and optimizers of the module as it came, found again after sharding
+    generation  rollouts of the module that is trained
+    scalars     loggers
     data        the training data's loader
 """

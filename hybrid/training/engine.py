@@ -14,7 +14,10 @@ from hybrid import sharding
 from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
+from hybrid.policy import PlainCall
 from hybrid.training.config.top import Effect, TrainingConfig
+from hybrid.training.generation import Rollouts
+from hybrid.training.scalars import open_scalars
 
 
 class TrainingEngine(nn.Module):
@@ -32,11 +35,19 @@ class TrainingEngine(nn.Module):
         mesh: Mesh,
         update: Update,
         *,
+        root: nn.Module | None = None,
+        rollouts: Rollouts | None = None,
         effects: Sequence[Effect] = (),
         log: logging.Logger,
     ) -> None:
+        """root: what is called to run the module, if not itself (it gathers what the module's own layers do not)."""
         super().__init__()
         self.module = module
+        self._roots = (module if root is None else root,)  # in a tuple: no second child with the same parameters
+        self._rollouts = rollouts
+        if rollouts is not None:  # scripts call it there; transformers' own would run a module in pieces
+            module.__dict__["generate"] = self.generate
+        self._scalars = open_scalars(config, mesh.rank)
         self.config, self.mesh, self.effects = config, mesh, tuple(effects)
         self.global_steps = 0  # boundaries passed, skipped ones too
         self.global_samples = 0
@@ -45,6 +56,7 @@ class TrainingEngine(nn.Module):
         self.last: Stepped | None = None  # what the last boundary did
         self._update = update
         self._log = log
+        self._last_loss: Tensor | None = None  # of this rank's last backward
         self._boundary: bool | None = None  # as the caller says, else by counting
 
     # -- the loop
@@ -57,10 +69,17 @@ class TrainingEngine(nn.Module):
         autocast = self.config.torch_autocast
         context = torch.autocast(self.mesh.device.type, getattr(torch, autocast.dtype)) if autocast.enabled else nullcontext()
         with self._dropping_on_error(), context:
-            result = self.module(*args, **kwargs)
+            result = self.root(*args, **kwargs) if self._rollouts is None else self.root(PlainCall(args, kwargs))
         if not training:
-            sharding.reshard(self.module)
+            sharding.reshard(self.root)
         return result
+
+    def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Tensor:
+        """transformers' `generate` under the weights as they are, by the fused engine (hybrid_engine.enabled): [B * n, L]; see
+        Rollouts.generate. Raises RuntimeError without hybrid_engine."""
+        if self._rollouts is None:
+            raise RuntimeError("generate needs hybrid_engine.enabled: true in the config")
+        return self._rollouts.generate(input_ids, attention_mask, options)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Adds the gradient of loss / gradient_accumulation_steps (of the loss itself with scale_wrt_gas=False, or where
@@ -73,13 +92,14 @@ class TrainingEngine(nn.Module):
             )
         boundary = self.is_gradient_accumulation_boundary()
         self._announce(boundary)
+        self._last_loss = loss.detach()
         if scale_wrt_gas and self.config.managed_gradient_accumulation:
             loss = loss / self.gradient_accumulation_steps()
         with self._dropping_on_error():
             started = loss.sum() / (self.config.gradient_predivide_factor if self.config.prescale_gradients else 1.0)
             self._update.scaled(started).backward(retain_graph=retain_graph)
         if boundary and not retain_graph:  # stages 1 and 2 kept the weights, which hide the shards and their gradients
-            sharding.reshard(self.module)
+            sharding.reshard(self.root)
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
         return loss.detach()
@@ -88,9 +108,11 @@ class TrainingEngine(nn.Module):
         """At a boundary: check, unscale, clip, step, advance the schedule. A gradient that is not finite is a step that no rank
         takes: weights, moments and rate stay, skipped_steps counts it. Raises LossScaleError where that comes at the lowest
         loss scale, ValueError for a parameter without a gradient if those are not to be ignored."""
+        if self.optimizer is None:
+            raise RuntimeError("step without an optimizer: give one to initialize, or a section `optimizer` in the config")
         if not self._at_boundary():
             return
-        sharding.reshard(self.module)
+        sharding.reshard(self.root)
         self._check_used()
         self.last = stepped = self._update.step()
         self.global_steps += 1
@@ -100,10 +122,20 @@ class TrainingEngine(nn.Module):
                 "step %d was skipped: the gradient of %s is not finite%s", self.global_steps, in_words([*stepped.overflowed]),
                 "" if self._update.scaler is None else f"; the loss scale is now {self._update.scaler.scale:g}",
             )  # fmt: skip
+        self._write_scalars(stepped)
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.mesh.rank == 0:
             self._log.info("step=%d, skipped=%d, lr=%s, grad_norm=%.4g", self.global_steps, self.skipped_steps, self.get_lr(),
                            stepped.grad_norm)  # fmt: skip
+
+    def _write_scalars(self, stepped: Stepped) -> None:
+        values = {"Train/Samples/lr": stepped.lr, "Train/Samples/grad_norm": stepped.grad_norm}
+        if self._update.scaler is not None:
+            values["Train/Samples/loss_scale"] = self.loss_scale
+        if self._last_loss is not None and self._scalars:
+            values["Train/Samples/train_loss"] = float(self._last_loss)
+        for scalars in self._scalars:
+            scalars.log(self.global_samples, values)
 
     def _at_boundary(self) -> bool:
         """Whether the backwards of a whole step are done."""
@@ -115,7 +147,7 @@ class TrainingEngine(nn.Module):
 
     def _announce(self, boundary: bool) -> None:
         """Say before a backward whether it is the step's last."""
-        sharding.set_sync(self.module, self.config.zero_optimization.stage, last=boundary)
+        sharding.set_sync(self.root, self.config.zero_optimization.stage, last=boundary)
         if self._update.mirror is not None:
             self._update.mirror.armed = boundary
 
@@ -134,7 +166,7 @@ class TrainingEngine(nn.Module):
         try:
             yield
         except BaseException:
-            sharding.abandon(self.module)
+            sharding.abandon(self.root)
             self._update.drop()
             raise
 
@@ -169,7 +201,13 @@ class TrainingEngine(nn.Module):
     # -- what it is
 
     @property
-    def optimizer(self) -> torch.optim.Optimizer:
+    def root(self) -> nn.Module:
+        """The sharded module that is called, of which `module` is a part or the whole."""
+        return self._roots[0]
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer | None:
+        """None: the engine only evaluates."""
         return self._update.optimizer
 
     @property
@@ -214,14 +252,24 @@ class TrainingEngine(nn.Module):
         return None if self.last is None else self.last.grad_norm
 
     def get_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return [float(group["lr"]) for group in self._groups()]
 
     def set_lr(self, lr: float) -> None:
-        for group in self.optimizer.param_groups:
+        for group in self._groups():
             group["lr"] = lr
 
     def get_mom(self) -> list[Any]:
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    def destroy(self) -> None:
+        """Close logs and free the generator's memory. The process group stays."""
+        for scalars in self._scalars:
+            scalars.close()
+        if self._rollouts is not None:
+            self._rollouts.close()
 
     def train_batch_size(self) -> int:
         assert self.config.train_batch_size is not None

@@ -9,22 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.utils.data import Dataset
 
-from hybrid import sharding
 from hybrid.mesh import Mesh, open_mesh, raise_together
+from hybrid.models import ShardedModel
 from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler, check_loss_scaler, loss_scaler_of
 from hybrid.optim.peer_schedules import make_schedule
 from hybrid.optim.update import Update
-from hybrid.training.config.dtypes import TORCH_NAMES
 from hybrid.training.config.load import ConfigSource
 from hybrid.training.config.top import Effect, TrainingConfig, resolve_training
 from hybrid.training.data import TrainingLoader
 from hybrid.training.engine import TrainingEngine
+from hybrid.training.generation import Rollouts, hybrid_config
+from hybrid.training.layout import shard_module
 from hybrid.training.parameters import (
     NamedGroup,
     OptimizerSource,
@@ -34,11 +33,9 @@ from hybrid.training.parameters import (
     named_groups,
     sharded_groups,
 )
-from hybrid.training.precision import ModuleDtypes, cast_at_boundaries, dtypes_of, master_dtype
-from hybrid.training.units import find_units
 from hybrid.zero import note_owners
 
-Started = tuple[TrainingEngine, torch.optim.Optimizer, TrainingLoader | None, Any]
+Started = tuple[TrainingEngine, torch.optim.Optimizer | None, TrainingLoader | None, Any]
 
 
 def initialize(
@@ -77,23 +74,20 @@ def initialize(
     log = _log_of(settings, model)
     mesh = open_mesh(settings)
     settings, effects = _settled(settings, effects, mesh)
-    chosen = optimizer if isinstance(optimizer, torch.optim.Optimizer) else model_parameters
-    groups = named_groups(model, chosen)
-    dtypes = dtypes_of(model, settings.precision())
+    groups = _groups_of(model, optimizer, model_parameters, settings)
     scaler = _scaler(settings, loss_scaler)
-    _shard(model, settings, mesh, dtypes)
-    parameters = dict(model.named_parameters())
-    made = _optimizer(optimizer, settings, groups, model)
     trained = {name for group in groups for name in group.names}
-    for name, parameter in parameters.items():
+    for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
-    mirror = None
-    if settings.zero_optimization.offload_optimizer.on and not settings.zero_optimization.offload_param.on:
-        mirror = HostMirror(parameters.values(), pin=settings.zero_optimization.offload_optimizer.pin_memory)
+    root, rollouts = _shard(model, settings, mesh)
+    made = _optimizer(optimizer, settings, groups, model)
+    zero, mirror = settings.zero_optimization, None
+    if made is not None and zero.offload_optimizer.on and not zero.offload_param.on:
+        mirror = HostMirror(model.parameters(), pin=zero.offload_optimizer.pin_memory)
         mirror.adopt(made)
-    schedule = _schedule(lr_scheduler, settings, made)
+    schedule = None if made is None else _schedule(lr_scheduler, settings, made)
     update = Update(
-        parameters,
+        dict(model.named_parameters()),
         made,
         schedule,
         mesh,
@@ -103,7 +97,7 @@ def initialize(
         mirror=mirror,
         divisor=_divisor(settings, mesh),
     )
-    engine = TrainingEngine(model, settings, mesh, update, effects=effects, log=log)
+    engine = TrainingEngine(model, settings, mesh, update, root=root, rollouts=rollouts, effects=effects, log=log)
     loader = None
     if training_data is not None:
         loader = TrainingLoader(
@@ -116,7 +110,7 @@ def initialize(
         )
     if mesh.rank == 0 and effects:
         log.info("what the config does:\n%s", engine.describe())
-    return engine, engine.optimizer, loader, schedule
+    return engine, made, loader, schedule
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -165,62 +159,39 @@ def _divisor(settings: TrainingConfig, mesh: Mesh) -> float:
     return whole / (settings.gradient_predivide_factor if settings.prescale_gradients else 1.0)
 
 
-def _shard(model: nn.Module, settings: TrainingConfig, mesh: Mesh, dtypes: dict[nn.Module, ModuleDtypes]) -> None:
-    """Units in the layout that the config says; parameters in the dtype of their masters, with rank 0's values."""
-    plan, zero = settings.precision(), settings.zero_optimization
-    prepared: set[int] = set()
+def _groups_of(
+    model: nn.Module, optimizer: OptimizerSource | None, model_parameters: ParameterGroups | None, settings: TrainingConfig
+) -> list[NamedGroup]:
+    """What is trained; nothing without an optimizer."""
+    if optimizer is None and settings.optimizer is None:
+        return []
+    return named_groups(model, optimizer if isinstance(optimizer, torch.optim.Optimizer) else model_parameters)
 
-    @torch.no_grad()
-    def prepare(unit: nn.Module) -> None:
-        for child in unit.modules():
-            for parameter in child.parameters(recurse=False):
-                if id(parameter) in prepared or isinstance(parameter, sharding.DTensor):
-                    continue
-                prepared.add(id(parameter))
-                value = parameter.data.to(mesh.device)
-                if mesh.world_size > 1 and value.numel():
-                    dist.broadcast(value, 0)
-                if parameter.is_floating_point():
-                    dtype = master_dtype(parameter, plan) if parameter.requires_grad else dtypes[child].compute
-                    value = value.to(dtype)
-                parameter.data = value
 
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(mesh.device)
-        if mesh.world_size > 1 and buffer.numel():
-            dist.broadcast(buffer.data, 0)
-        if settings.data_types.buffer_dtype is not None and buffer.is_floating_point():
-            buffer.data = buffer.data.to(getattr(torch, TORCH_NAMES[settings.data_types.buffer_dtype]))
-    reduce = settings.communication_data_type or "fp32"
-    layout = sharding.Layout(
-        stage=zero.stage,
-        gather_dtype=lambda module: dtypes[module].compute if module in dtypes else None,
-        reduce_dtype=getattr(torch, TORCH_NAMES[reduce]),
-        cast_inputs=False,
-        kept_over=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
-        # a parameter without a dimension cannot be cut, one without elements need not be
-        unsharded={p for p in model.parameters() if p.ndim == 0 or p.numel() == 0},
-        prepare=prepare,
-    )
-    if zero.offload_param.on:
-        pin = zero.offload_param.pin_memory and mesh.device.type == "cuda"
-        layout = replace(layout, offload=CPUOffloadPolicy(pin_memory=pin))
-    sharding.shard(model, layers=find_units(model), mesh=mesh, layout=layout)
-    cast_at_boundaries(dtypes)
+def _shard(model: nn.Module, settings: TrainingConfig, mesh: Mesh) -> tuple[nn.Module, Rollouts | None]:
+    """What is to be called, sharded, and the generating side if the config asks for one."""
+    if settings.hybrid_engine.enabled:
+        sharded = ShardedModel.from_module(model, hybrid_config(settings), mesh)
+        rollouts = Rollouts(sharded)
+        note_owners(model)
+        return sharded.module, rollouts
+    shard_module(model, settings, mesh)
     note_owners(model)
+    return model, None
 
 
 def _optimizer(
     given: OptimizerSource | None, settings: TrainingConfig, groups: list[NamedGroup], model: nn.Module
-) -> torch.optim.Optimizer:
-    """Over the sharded parameters."""
+) -> torch.optim.Optimizer | None:
+    """Over the sharded parameters; None where nothing is trained."""
+    if not groups:
+        return None
     if isinstance(given, torch.optim.Optimizer):
         adopt(given, model, groups)
         return given
     if given is not None:
         return given(sharded_groups(model, groups))
-    if settings.optimizer is None:
-        raise ValueError("no optimizer: give one to initialize, or a section `optimizer` in the config")
+    assert settings.optimizer is not None, "else there are no groups"
     return make_optimizer(settings.optimizer, sharded_groups(model, groups))
 
 

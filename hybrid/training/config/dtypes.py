@@ -28,7 +28,7 @@ class DataTypesConfig(Strict):
 
 class AutocastConfig(Strict):
     enabled: bool = Field(False, description="the forward runs under torch.autocast")
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["bfloat16", "float16"] = Field("bfloat16", description="of products; norms and softmaxes stay in fp32")
     lower_precision_safe_modules: tuple[str, ...] = Field(
         ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"),
         strict=False,

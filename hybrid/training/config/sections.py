@@ -56,8 +56,8 @@ class HybridEngineConfig(Strict):
 
 class EigenvalueConfig(Strict):
     enabled: bool = Field(False, description="the largest eigenvalue of each block's Hessian, by power iteration")
-    verbose: bool = False
-    max_iter: int = Field(100, ge=1)
+    verbose: bool = Field(False, description="each iteration in the log")
+    max_iter: int = Field(100, ge=1, description="iterations, at most")
     tol: float = Field(1e-2, gt=0, description="relative change of the eigenvalue at which the iteration ends")
     stability: float = Field(1e-6, ge=0, description="added to norms before a division")
     gas_boundary_resolution: int = Field(1, ge=1, description="every how many optimizer steps")
@@ -104,9 +104,15 @@ class TensorboardConfig(Strict):
 
 class WandbConfig(Strict):
     enabled: bool = Field(False, description="scalars for Weights & Biases")
-    group: str | None = None
-    team: str | None = None
-    project: str = "deepspeed"
+    group: str | None = Field(None, description="refused: give it by the environment (WANDB_RUN_GROUP)")
+    team: str | None = Field(None, description="refused: give it by the environment (WANDB_ENTITY)")
+    project: str = Field("deepspeed", description="of W&B")
+
+    @model_validator(mode="after")
+    def _check(self) -> WandbConfig:
+        if self.group is not None or self.team is not None:
+            raise ValueError("group and team: give them by the environment, WANDB_RUN_GROUP and WANDB_ENTITY")
+        return self
 
 
 class CsvConfig(Strict):

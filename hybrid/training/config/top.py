@@ -20,6 +20,7 @@ from hybrid.training.config.sections import (
     ActivationCheckpointingConfig,
     CheckpointConfig,
     CompressionConfig,
+    CsvConfig,
     EigenvalueConfig,
     HybridEngineConfig,
     TensorboardConfig,
@@ -60,6 +61,7 @@ class TrainingConfig(Strict):
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     wandb: WandbConfig = WandbConfig()
+    csv_monitor: CsvConfig = CsvConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dataloader_drop_last: bool = Field(False, description="the loader leaves out a last batch that is not whole")
     steps_per_print: Count | None = Field(10, description="optimizer steps between log lines; null: none")

@@ -1,0 +1,65 @@
+"""How the config's keys lay a module out over ranks: units, dtypes, host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.tensor import DTensor
+
+from hybrid import sharding
+from hybrid.mesh import Mesh
+from hybrid.training.config.dtypes import TORCH_NAMES, PrecisionPlan
+from hybrid.training.config.top import TrainingConfig
+from hybrid.training.precision import ModuleDtypes, cast_at_boundaries, dtypes_of, master_dtype
+from hybrid.training.units import find_units
+
+
+def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> None:
+    """Shard in place, with rank 0's values on every rank. Raises ValueError as `dtypes_of`, before anything is changed."""
+    plan, zero = settings.precision(), settings.zero_optimization
+    dtypes = dtypes_of(module, plan)
+    _prepare_buffers(module, settings, mesh)
+    layout = sharding.Layout(
+        stage=zero.stage,
+        gather_dtype=lambda child: dtypes[child].compute,
+        reduce_dtype=getattr(torch, TORCH_NAMES[settings.communication_data_type or "fp32"]),
+        cast_inputs=False,  # done layer by layer, by cast_at_boundaries
+        kept_over=zero.zero_hpz_partition_size if zero.zero_hpz_partition_size > 1 else None,
+        # a parameter without a dimension cannot be cut, one without elements need not be
+        unsharded={p for p in module.parameters() if p.ndim == 0 or p.numel() == 0},
+        prepare=lambda unit: _prepare(unit, dtypes, plan, mesh),
+    )
+    if zero.offload_param.on:
+        pin = zero.offload_param.pin_memory and mesh.device.type == "cuda"
+        layout = replace(layout, offload=CPUOffloadPolicy(pin_memory=pin))
+    sharding.shard(module, layers=find_units(module), mesh=mesh, layout=layout)
+    cast_at_boundaries(dtypes)
+
+
+@torch.no_grad()
+def _prepare(unit: nn.Module, dtypes: dict[nn.Module, ModuleDtypes], plan: PrecisionPlan, mesh: Mesh) -> None:
+    """Each parameter that is still whole: rank 0's value, in the dtype of its shards. Only one unit is whole in it at a time."""
+    for child in unit.modules():
+        for parameter in child.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                continue
+            value = parameter.data.to(mesh.device)
+            if mesh.world_size > 1 and value.numel():
+                dist.broadcast(value, 0)
+            if parameter.is_floating_point():
+                value = value.to(master_dtype(parameter, plan) if parameter.requires_grad else dtypes[child].compute)
+            parameter.data = value
+
+
+@torch.no_grad()
+def _prepare_buffers(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> None:
+    for buffer in module.buffers():
+        buffer.data = buffer.data.to(mesh.device)
+        if mesh.world_size > 1 and buffer.numel():
+            dist.broadcast(buffer.data, 0)
+        if settings.data_types.buffer_dtype is not None and buffer.is_floating_point():
+            buffer.data = buffer.data.to(getattr(torch, TORCH_NAMES[settings.data_types.buffer_dtype]))
