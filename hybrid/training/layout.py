@@ -36,8 +36,9 @@ def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> Non
     if zero.offload_param.on:
         pin = zero.offload_param.pin_memory and mesh.device.type == "cuda"
         layout = replace(layout, offload=CPUOffloadPolicy(pin_memory=pin))
-    sharding.shard(module, layers=find_units(module), mesh=mesh, layout=layout)
-    cast_at_boundaries(dtypes)
+    units = find_units(module)
+    sharding.shard(module, layers=units, mesh=mesh, layout=layout)
+    cast_at_boundaries(dtypes, units)
 
 
 @torch.no_grad()

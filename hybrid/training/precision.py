@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,11 +101,17 @@ def master_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     return torch.float32
 
 
-def cast_at_boundaries(dtypes: Mapping[nn.Module, ModuleDtypes]) -> None:
-    """Hooks that cast what goes into a module to the dtype in which it computes, and what comes out as its rule says."""
-    for module, found in dtypes.items():
-        if found.casts and found.compute is not None:
-            module.register_forward_pre_hook(_inputs_to(found.compute), with_kwargs=True)
+def cast_at_boundaries(dtypes: Mapping[nn.Module, ModuleDtypes], layers: Iterable[nn.Module] = ()) -> None:
+    """Hooks that cast what goes into a module with parameters, or into one of `layers` all of one dtype, to the dtype in which it
+    computes, and what comes out as its rule says."""
+    casts = {module: found.compute for module, found in dtypes.items() if found.casts}
+    for layer in layers:
+        inside = {dtypes[child].compute for child in layer.modules() if dtypes[child].compute is not None}
+        if len(inside) == 1 and all(dtypes[child].casts for child in layer.modules() if dtypes[child].compute is not None):
+            casts.setdefault(layer, next(iter(inside)))
+    for module, dtype in casts.items():
+        if dtype is not None:
+            module.register_forward_pre_hook(_inputs_to(dtype), with_kwargs=True)
     for module, found in dtypes.items():
         if found.rule is not None and found.rule.output != "keep":
             _cast_outputs(module, found.rule.output)

@@ -201,7 +201,9 @@ def _asks(value: Any) -> bool:
     return value not in (None, False, AUTO)
 
 
-def _effects(kept: Mapping[str, Any], section: type[Strict], path: str, config: Any) -> Iterator[Effect]:
+def _effects(
+    kept: Mapping[str, Any], section: type[Strict], path: str, config: Any, of_section: str | None = None
+) -> Iterator[Effect]:
     by_alias = {field.alias or name: (name, field) for name, field in section.model_fields.items()}
     for key, value in kept.items():
         if key not in by_alias:  # an old name that a validator took
@@ -209,9 +211,10 @@ def _effects(kept: Mapping[str, Any], section: type[Strict], path: str, config: 
         name, field = by_alias[key]
         part = getattr(config, name)
         if isinstance(part, Strict) and isinstance(value, Mapping):
-            yield from _effects(value, type(part), f"{path}{key}.", part)
+            yield from _effects(value, type(part), f"{path}{key}.", part, field.description)
         else:
-            yield Effect(f"{path}{key}", value, field.description or "followed")
+            said = [text for text in (of_section, field.description) if text]
+            yield Effect(f"{path}{key}", value, "; ".join(said))
 
 
 def _position(given: Mapping[str, Any], key: str) -> tuple[int, ...]:

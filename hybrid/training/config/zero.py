@@ -14,8 +14,8 @@ OFFLOAD_DEVICES = ("none", "cpu")
 class OffloadConfig(Strict):
     """Where a part lives between its uses."""
 
-    device: str = Field("none", description="none, or cpu: host memory")
-    pin_memory: bool = Field(True, description="page-locked host memory, which copies go to and from while the device computes")
+    device: str = Field("none", description="where: none (on the device) or cpu")
+    pin_memory: bool = Field(True, description="page-locked, so that copies run beside the computation (on CUDA)")
 
     @field_validator("device")
     @classmethod
