@@ -9,6 +9,7 @@ Rooms:
     precision   the dtype of each module, of its shards, and what is cast between them
     parameters  parameters and optimizers of the module as it came, found again after sharding
     generation  rollouts of the module that is trained
+    compression the largest entries of gradients only
     scalars     loggers
     data        the training data's loader
 """

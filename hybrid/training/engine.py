@@ -15,6 +15,7 @@ from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
 from hybrid.policy import PlainCall
+from hybrid.training.compression import compress
 from hybrid.training.config.top import Effect, TrainingConfig
 from hybrid.training.generation import Rollouts
 from hybrid.training.scalars import open_scalars
@@ -48,6 +49,8 @@ class TrainingEngine(nn.Module):
         if rollouts is not None:  # scripts call it there; transformers' own would run a module in pieces
             module.__dict__["generate"] = self.generate
         self._scalars = open_scalars(config, mesh.rank)
+        section = config.gradient_compression
+        self._compressed = compress(self.root, section.ratio, error_feedback=section.error_feedback) if section.ratio < 1 else []
         self.config, self.mesh, self.effects = config, mesh, tuple(effects)
         self.global_steps = 0  # boundaries passed, skipped ones too
         self.global_samples = 0
@@ -114,7 +117,10 @@ class TrainingEngine(nn.Module):
             return
         sharding.reshard(self.root)
         self._check_used()
-        self.last = stepped = self._update.step()
+        try:
+            self.last = stepped = self._update.step()
+        finally:
+            self._settle(taken=self.was_step_applied())
         self.global_steps += 1
         if stepped.skipped:
             self.skipped_steps += 1
@@ -167,7 +173,7 @@ class TrainingEngine(nn.Module):
             yield
         except BaseException:
             sharding.abandon(self.root)
-            self._update.drop()
+            self.zero_grad()
             raise
 
     # -- accumulation
@@ -197,6 +203,11 @@ class TrainingEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._update.drop()
+        self._settle(taken=False)
+
+    def _settle(self, *, taken: bool) -> None:
+        for compressed in self._compressed:
+            compressed.settle(taken=taken)
 
     # -- what it is
 

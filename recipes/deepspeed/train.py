@@ -73,6 +73,8 @@ def main() -> None:
     engine, optimizer, loader, _ = deepspeed.initialize(
         model=model, model_parameters=model.parameters(), training_data=Counting(), config=args.config
     )
+    assert loader is not None, "data were given"
+    assert optimizer is not None, "the config has one"
     is_first = engine.global_rank == 0
     if is_first:
         print(engine.describe(), flush=True)

@@ -88,6 +88,8 @@ class TrainingConfig(Strict):
             raise ValueError("gradient_predivide_factor needs prescale_gradients: true")
         if self.gradient_compression.ratio < 1 and self.zero_optimization.stage == 0:
             raise ValueError("gradient_compression needs zero_optimization.stage 1, 2 or 3; given: stage 0")
+        if self.gradient_compression.ratio < 1 and self.fp16.enabled:
+            raise ValueError("gradient_compression with fp16, whose scale would change under what is kept back; use bf16")
         self.precision()
         return self
 
