@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inference_v2.kernels.cpu.build import BuildError, library
 from inference_v2.kernels.cpu.checks import pointer, require
+from inference_v2.kernels.flops import tell_attention, tell_product
 from inference_v2.pages import Arena
 
 __all__ = ["DTYPES", "BuildError", "CpuKernels", "load_kernels"]
@@ -116,6 +117,7 @@ class PackedLinear:
             stride, y.stride(0), self._out_dtype == torch.float32,
         )  # fmt: skip
         self._function(byref(arguments))
+        tell_product(rows, self.in_features, self.out_features)
         return y
 
 
@@ -243,6 +245,7 @@ class CpuKernels:
             pointer(lse),
         )  # fmt: skip
         self._paged_attention[q.dtype](byref(arguments))
+        tell_attention("cpu_attention", cu_query_lens, context_lens, q.shape[1], q.shape[2])
         return out
 
     def pack_linear(

@@ -12,6 +12,7 @@ from torch import Tensor
 from inference_v2.kernels.cpu import DTYPES, PackedLinear
 from inference_v2.kernels.cpu.build import library
 from inference_v2.kernels.cpu.checks import pointer, require
+from inference_v2.kernels.flops import tell_attention, tell_product
 
 PANEL = 32  # as in linear.cpp
 LINEARS = ("qkv", "o", "gate_up", "down")
@@ -49,6 +50,7 @@ class LayerStack:
     def __init__(self, functions: dict[torch.dtype, Callable[..., None]], spec: Any, layers: Sequence[Any]) -> None:
         self._functions, self._spec = functions, spec
         self._held = [(p.packed, p.bias) for layer in layers for p in _products(layer)]
+        self._weights = sum(p.in_features * p.out_features for layer in layers for p in _products(layer))
         self._layers = (_Layer * len(layers))()
         for i, (own, weights) in enumerate(zip(spec.layers, layers)):
             products, norms = _products(weights), [getattr(weights, name) for name in NORMS]
@@ -75,6 +77,9 @@ class LayerStack:
             scratch.data_ptr(), len(self._layers), tokens, batch.num_requests, hidden, spec.intermediate_size, spec.num_heads,
             spec.num_kv_heads, spec.head_dim, cos.shape[-1], cache.block_size, spec.norm_eps, spec.scale,
         )))  # fmt: skip
+        tell_product(tokens, 1, self._weights)
+        heads = spec.num_heads * len(spec.layers)
+        tell_attention("cpu_attention", batch.cu_query_lens, batch.context_lens, heads, spec.head_dim)
         return residual, branch
 
 

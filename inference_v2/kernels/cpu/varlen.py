@@ -15,6 +15,7 @@ from torch import Tensor
 
 from inference_v2.kernels.cpu import DTYPES, load_kernels
 from inference_v2.kernels.cpu.build import library
+from inference_v2.kernels.flops import tell_attention
 
 
 class _Backward(Structure):
@@ -70,6 +71,7 @@ def varlen_backward(
     tensors = (q, k, v, out, d_out, lse, dq, dk, dv, cu_seqlens)
     sizes = (len(cu_seqlens) - 1, q.shape[1], k.shape[1], q.shape[2], window or 0)
     _backward(march)[q.dtype](byref(_Backward(*(x.data_ptr() for x in tensors), *sizes, scale, softcap or 0.0)))
+    tell_attention("cpu_attention_backward", cu_seqlens, None, q.shape[1], q.shape[2], products=5)
     return dq, dk, dv
 
 
