@@ -25,6 +25,7 @@ NO_TORCH = (
     "hybrid.training.config.schedulers",
     "hybrid.optim.loss_scale",
     "hybrid.optim.rates",
+    "hybrid.training.config.monitoring",
     "trainers.config",
     "trainers.types",
     "trainers.deadline",
