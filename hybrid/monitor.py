@@ -6,9 +6,8 @@ import importlib
 import importlib.util
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from hybrid.memory import peak_bytes
+from hybrid.profiling.phases import Phase, Phases
 from hybrid.records import Records
 
 SHOWN = ("loss", "reward_mean", "kl_reference", "accuracy", "grad_norm")  # metrics of the progress line, where a record has them
@@ -48,14 +48,6 @@ class LogSettings(Protocol):
     def trackio(self) -> str | None: ...
 
 
-@dataclass
-class Phase:
-    """A timed part of a step; `tokens` may be added to inside the `with`."""
-
-    tokens: int = 0
-    seconds: float = 0.0
-
-
 class Monitor:
     """Made on every rank; only rank 0 writes and shows. Raises ValueError, on every rank, for a logger that is not installed.
 
@@ -76,7 +68,7 @@ class Monitor:
         """`settings` (the run's config) goes to W&B and trackio."""
         _require_loggers(config)
         self._dir, self._config, self._settings = Path(output_dir), config, dict(settings or {})
-        self._phases: dict[str, Phase] = {}
+        self._phases = Phases()
         self._last_step: int | None = None
         self._last_time = time.perf_counter()
         self._active = rank == 0
@@ -88,18 +80,9 @@ class Monitor:
         self._loggers: list[Logger] | None = None  # opened with the first point: then it is known where a resumed run goes on
         self._progress = ProgressLine(console or Console(), total_steps) if config.console else None
 
-    @contextmanager
-    def phase(self, name: str, tokens: int = 0) -> Iterator[Phase]:
-        """Times a part of the step; several with one name add up."""
-        phase = Phase(tokens)
-        start = time.perf_counter()
-        try:
-            yield phase
-        finally:
-            phase.seconds = time.perf_counter() - start
-            whole = self._phases.setdefault(name, Phase())
-            whole.seconds += phase.seconds
-            whole.tokens += phase.tokens
+    def phase(self, name: str, tokens: int = 0) -> AbstractContextManager[Phase]:
+        """Times a part of the step; several with one name add up. `tokens` may be added to inside the `with`."""
+        return self._phases.phase(name, tokens)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """The one record of `step`. Raises ValueError if `step` is not above the last one logged."""
@@ -153,7 +136,7 @@ class Monitor:
 
     def _timings(self) -> dict[str, float]:
         timings = {}
-        for name, phase in self._phases.items():
+        for name, phase in self._phases.totals.items():
             timings[f"{name}/seconds"] = phase.seconds
             if phase.tokens and phase.seconds:
                 timings[f"{name}/tokens_per_second"] = phase.tokens / phase.seconds

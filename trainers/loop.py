@@ -22,7 +22,8 @@ from hybrid.checkpoint import prune, read_header
 from hybrid.engine import HybridEngine
 from hybrid.loss_head import TokenLoss
 from hybrid.mesh import Mesh, open_mesh
-from hybrid.monitor import Monitor, Phase
+from hybrid.monitor import Monitor
+from hybrid.profiling.phases import Phase
 from trainers.alarms import Alarms
 from trainers.algorithm import Algorithm, Fields, Learner, Mixture
 from trainers.certificate import Certifier, enforce, is_due
