@@ -10,10 +10,7 @@ Rooms:
     batch       packed micro-batches and their padded view
     loss_head   the chunked loss: [B, T, V] never exists
     optim/      optimizers, schedules, loss scales, clipping, their state
-    training/   training as DeepSpeed's users know it
-    optim/      optimizers, schedules, clipping, their state
     profiling/  operations by module, throughput, collectives
-    training/   the training engine behind DeepSpeed's config keys
     modes       the swap between training and generation, with its ledger (memory: bytes free and used)
     runner      what `generating()` yields; ranks in lock step
     module_copy rollouts of model types outside the registry

@@ -9,6 +9,7 @@ Rooms:
     dtypes      `data_types`, `torch_autocast`, and ours: `module_precision`
     optimizers  `optimizer`
     schedulers  `scheduler`: the parameters of each learning-rate schedule
+    monitoring  `flops_profiler`, `comms_logger`
     sections    the small ones
     foreign     keys that mean nothing here, and those that are refused, each with its reason
     top         TrainingConfig: all of it, the batch triangle, what every given key does
