@@ -1,8 +1,8 @@
 """`gradient_compression`: of each gradient only the largest entries are sent; what is kept back is added to the next.
 
 Top-k sparsification with error feedback (Stich, Cordonnier and Jaggi 2018, "Sparsified SGD with Memory", algorithm 1), in
-place of the reduce-scatter of each FSDP2 group: every rank picks, of each part that another rank owns, the entries that are largest in
-magnitude, and sends values and places in one all-to-all.
+place of the reduce-scatter of each FSDP2 group: every rank picks, of each part that another rank owns, the entries that are
+largest in magnitude, and sends values and places by all-to-all.
 """
 
 from __future__ import annotations

@@ -15,9 +15,12 @@ from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
 from hybrid.policy import PlainCall
+from hybrid.profiling.comms import CommsLogger
+from hybrid.profiling.flops import FlopsProfiler
 from hybrid.training.compression import compress
 from hybrid.training.config.top import Effect, TrainingConfig
 from hybrid.training.generation import Rollouts
+from hybrid.training.meters import Meters, tokens_in
 from hybrid.training.scalars import open_scalars
 
 
@@ -49,6 +52,7 @@ class TrainingEngine(nn.Module):
         if rollouts is not None:  # scripts call it there; transformers' own would run a module in pieces
             module.__dict__["generate"] = self.generate
         self._scalars = open_scalars(config, mesh.rank)
+        self._meters = Meters(module, config, mesh, log)
         section = config.gradient_compression
         self._compressed = compress(self.root, section.ratio, error_feedback=section.error_feedback) if section.ratio < 1 else []
         self.config, self.mesh, self.effects = config, mesh, tuple(effects)
@@ -71,7 +75,10 @@ class TrainingEngine(nn.Module):
             self._announce(self.is_gradient_accumulation_boundary())
         autocast = self.config.torch_autocast
         context = torch.autocast(self.mesh.device.type, getattr(torch, autocast.dtype)) if autocast.enabled else nullcontext()
-        with self._dropping_on_error(), context:
+        if training:
+            self._meters.before_forward(self.global_steps + 1)
+        tokens = tokens_in(args, kwargs) if training else 0
+        with self._meters.phase("forward", tokens=tokens), self._dropping_on_error(), context:
             result = self.root(*args, **kwargs) if self._rollouts is None else self.root(PlainCall(args, kwargs))
         if not training:
             sharding.reshard(self.root)
@@ -82,7 +89,8 @@ class TrainingEngine(nn.Module):
         Rollouts.generate. Raises RuntimeError without hybrid_engine."""
         if self._rollouts is None:
             raise RuntimeError("generate needs hybrid_engine.enabled: true in the config")
-        return self._rollouts.generate(input_ids, attention_mask, options)
+        with self._meters.phase("generate"):
+            return self._rollouts.generate(input_ids, attention_mask, options)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Adds the gradient of loss / gradient_accumulation_steps (of the loss itself with scale_wrt_gas=False, or where
@@ -98,7 +106,7 @@ class TrainingEngine(nn.Module):
         self._last_loss = loss.detach()
         if scale_wrt_gas and self.config.managed_gradient_accumulation:
             loss = loss / self.gradient_accumulation_steps()
-        with self._dropping_on_error():
+        with self._meters.phase("backward"), self._dropping_on_error():
             started = loss.sum() / (self.config.gradient_predivide_factor if self.config.prescale_gradients else 1.0)
             self._update.scaled(started).backward(retain_graph=retain_graph)
         if boundary and not retain_graph:  # stages 1 and 2 kept the weights, which hide the shards and their gradients
@@ -117,10 +125,11 @@ class TrainingEngine(nn.Module):
             return
         sharding.reshard(self.root)
         self._check_used()
-        try:
-            self.last = stepped = self._update.step()
-        finally:
-            self._settle(taken=self.was_step_applied())
+        with self._meters.phase("step"):
+            try:
+                self.last = stepped = self._update.step()
+            finally:
+                self._settle(taken=self.was_step_applied())
         self.global_steps += 1
         if stepped.skipped:
             self.skipped_steps += 1
@@ -128,11 +137,13 @@ class TrainingEngine(nn.Module):
                 "step %d was skipped: the gradient of %s is not finite%s", self.global_steps, in_words([*stepped.overflowed]),
                 "" if self._update.scaler is None else f"; the loss scale is now {self._update.scaler.scale:g}",
             )  # fmt: skip
+        report = self._meters.after_step(self.global_steps)
         self._write_scalars(stepped)
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.mesh.rank == 0:
-            self._log.info("step=%d, skipped=%d, lr=%s, grad_norm=%.4g", self.global_steps, self.skipped_steps, self.get_lr(),
-                           stepped.grad_norm)  # fmt: skip
+            rate = None if report is None else report.get("train/samples_per_second")
+            self._log.info("step=%d, skipped=%d, lr=%s, grad_norm=%.4g%s", self.global_steps, self.skipped_steps, self.get_lr(),
+                           stepped.grad_norm, "" if rate is None else f", samples/s={rate * self.world_size:.1f}")  # fmt: skip
 
     def _write_scalars(self, stepped: Stepped) -> None:
         values = {"Train/Samples/lr": stepped.lr, "Train/Samples/grad_norm": stepped.grad_norm}
@@ -244,6 +255,21 @@ class TrainingEngine(nn.Module):
     dp_world_size = world_size
 
     @property
+    def throughput(self) -> Mapping[str, float | None]:
+        """The last report, of the interval that steps_per_print is: tokens, samples and operations a second of this rank, by
+        phase (hybrid/profiling/throughput.py)."""
+        return self._meters.last
+
+    @property
+    def comms_logger(self) -> CommsLogger:
+        return self._meters.comms
+
+    @property
+    def flops_profiler(self) -> FlopsProfiler | None:
+        """None where the config does not enable it."""
+        return self._meters.flops
+
+    @property
     def loss_scale(self) -> float:
         """By which the next loss is multiplied; 1.0 without a scaler."""
         return 1.0 if self._update.scaler is None else float(self._update.scaler.scale)
@@ -277,6 +303,7 @@ class TrainingEngine(nn.Module):
 
     def destroy(self) -> None:
         """Close logs and free the generator's memory. The process group stays."""
+        self._meters.close()
         for scalars in self._scalars:
             scalars.close()
         if self._rollouts is not None:

@@ -30,7 +30,7 @@ COLLECTIVES = (
 class FlopsProfilerConfig(Strict):
     """Operations, parameters and time by module at one step (hybrid/profiling/flops.py)."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="operations, parameters and time by module")
     profile_step: int = Field(1, ge=1, description="the one step that is profiled, from 1")
     module_depth: int = Field(-1, ge=-1, description="how deep the summary goes; -1: to the end")
     top_modules: int = Field(1, ge=0, description="classes of modules named at each depth")
@@ -44,7 +44,7 @@ class FlopsProfilerConfig(Strict):
 class CommsLoggerConfig(Strict):
     """Count, bytes and time of collectives (hybrid/profiling/comms.py). Nothing is recorded unless `enabled`."""
 
-    enabled: bool = False
+    enabled: bool = Field(False, description="count, bytes and time of collectives, by size: engine.comms_logger.log_summary()")
     prof_all: bool = Field(True, description="every collective; give prof_ops instead for some")
     prof_ops: tuple[str, ...] = Field(
         (), strict=False, description="functions of torch.distributed, e.g. all_reduce; (): see prof_all"

@@ -13,6 +13,7 @@ from hybrid.training.config.dtypes import AutocastConfig, DataTypesConfig, Dtype
 from hybrid.training.config.fields import Whole
 from hybrid.training.config.foreign import KNOBS, ONLY, REFUSED
 from hybrid.training.config.load import ConfigSource, load
+from hybrid.training.config.monitoring import CommsLoggerConfig, FlopsProfilerConfig
 from hybrid.training.config.optimizers import OptimizerSection
 from hybrid.training.config.precision import Bf16Config, Fp16Config
 from hybrid.training.config.schedulers import SchedulerConfig
@@ -59,6 +60,8 @@ class TrainingConfig(Strict):
     activation_checkpointing: ActivationCheckpointingConfig = ActivationCheckpointingConfig()
     hybrid_engine: HybridEngineConfig = HybridEngineConfig()
     eigenvalue: EigenvalueConfig = EigenvalueConfig()
+    flops_profiler: FlopsProfilerConfig = FlopsProfilerConfig()
+    comms_logger: CommsLoggerConfig = CommsLoggerConfig()
     tensorboard: TensorboardConfig = TensorboardConfig()
     wandb: WandbConfig = WandbConfig()
     csv_monitor: CsvConfig = CsvConfig()
@@ -66,6 +69,7 @@ class TrainingConfig(Strict):
     dataloader_drop_last: bool = Field(False, description="the loader leaves out a last batch that is not whole")
     steps_per_print: Count | None = Field(10, description="optimizer steps between log lines; null: none")
     wall_clock_breakdown: bool = Field(False, description="forward, backward and step times in those lines")
+    peak_tflops: float | None = Field(None, gt=0, description="ours: of the device, of which throughput gives the share (MFU)")
     log_level: str | None = Field(None, description="of this engine's log; null: as logging is set up")
     seed: int = Field(0, ge=0, description="ours: of the training data's order")
     timeout_s: float = Field(600.0, gt=0, description="ours: a collective that waits longer than this ends the run")
