@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from hybrid.optim.adafactor import FACTORS
+from hybrid.optim.shards import zeros_beside
+
 
 def parameter_names(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The optimizer's parameters by their names in `model`, in its order. Raises ValueError for one that is not there."""
@@ -63,7 +66,8 @@ def slots(
         if kind != "optim":
             continue
         parameter, dtype = parameters[name], stored.properties.dtype
-        shape = torch.Size() if full_name in scalars else parameter.shape
+        own_shape = stored.size if key in FACTORS else parameter.shape
+        shape = torch.Size() if full_name in scalars else own_shape
         own = optimizer.state.get(parameter, {}).get(key)
         if isinstance(own, Tensor) and (own.shape, own.dtype) == (shape, dtype):
             found[slot] = own
@@ -71,7 +75,7 @@ def slots(
             device = parameter.device if id(parameter) in on_device else torch.device("cpu")  # where torch keeps them
             found[slot] = torch.zeros((), dtype=dtype, device=device)
         else:
-            found[slot] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            found[slot] = zeros_beside(parameter, shape, dtype)
     return found
 
 
