@@ -6,7 +6,7 @@ import difflib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -33,26 +33,85 @@ def over(default: BaseModel) -> BeforeValidator:
     return BeforeValidator(merged)
 
 
+# Fields that only some optimizers have, and which: said of any other, they are refused.
+OPTIMIZERS_WITH: dict[str, tuple[str, ...]] = {
+    "betas": ("adamw", "adam", "lion", "muon"),
+    "eps": ("adamw", "adam", "adafactor", "muon"),
+    "momentum": ("sgd", "muon"),
+    "nesterov": ("sgd", "muon"),
+    "beta2_decay": ("adafactor",),
+    "clip_threshold": ("adafactor",),
+    "ns_steps": ("muon",),
+    "muon_lr": ("muon",),
+    "adam_lr": ("muon",),
+    "muon_exclude": ("muon",),
+}
+# Defaults that depend on the optimizer, where it is not every field's own.
+_DEFAULTS_OF: dict[str, dict[str, Any]] = {
+    "lion": {"betas": (0.9, 0.99)},
+    "muon": {"momentum": 0.95, "nesterov": True},
+}
+
+
+def _by_name(field: str, default: Any) -> Callable[[dict[str, Any]], Any]:
+    """The default of `field`: the one that the chosen optimizer (validated before it) has, else `default`."""
+    return lambda data: _DEFAULTS_OF.get(data.get("name", ""), {}).get(field, default)
+
+
+def _require_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
+    return patterns
+
+
 class OptimizerConfig(Strict):
-    name: Literal["adamw", "sgd"] = "adamw"
+    """adamw: decoupled decay (Loshchilov and Hutter 2019). adam: decay added to the gradient. lion: Chen et al. 2023, needs the
+    package lion-pytorch. adafactor: Shazeer and Stern 2018, with the step of torch.optim.Adafactor: at most lr, relative to each
+    weight's RMS. muon: Jordan et al. 2024, matrices orthogonalized, the rest by AdamW."""
+
+    name: Literal["adamw", "adam", "sgd", "lion", "adafactor", "muon"] = "adamw"
     lr: float = Field(1e-5, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)
+    betas: tuple[float, float] = Field(
+        default_factory=_by_name("betas", (0.9, 0.999)), strict=False, description="(0.9, 0.999); lion: (0.9, 0.99)"
+    )
     eps: float = Field(1e-8, gt=0)
     weight_decay: float = Field(0.0, ge=0, description="not applied to biases and norm weights (parameters of one dimension)")
-    momentum: float = Field(0.0, ge=0, lt=1, description="SGD only")
-    max_grad_norm: float | None = Field(1.0, gt=0, description="global norm; None: no clipping")
+    momentum: float = Field(default_factory=_by_name("momentum", 0.0), ge=0, lt=1, description="sgd: 0; muon: 0.95")
+    nesterov: bool = Field(default_factory=_by_name("nesterov", False), description="sgd: false; muon: true")
+    beta2_decay: float = Field(-0.8, lt=0, description="adafactor: at step t, 1 - t^beta2_decay of the old mean square is kept")
+    clip_threshold: float = Field(
+        1.0, ge=1, description="adafactor: RMS that a tensor's update has at most, before the step size"
+    )
+    ns_steps: int = Field(5, ge=1, description="muon: Newton-Schulz steps")
+    muon_lr: float | None = Field(None, ge=0, description="muon: of the matrices; None: lr")
+    adam_lr: float | None = Field(None, ge=0, description="muon: of everything else; None: lr")
+    muon_exclude: tuple[str, ...] = Field(
+        ("embed", "lm_head", "score", "value_head", "wte", "wpe"),
+        strict=False,
+        description="muon: regular expressions; a matrix in whose name one is found goes to AdamW",
+    )
+    max_grad_norm: float | None = Field(1.0, gt=0, description="global norm of the raw gradients; None: no clipping")
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: int = Field(0, ge=0)
     total_steps: int | None = Field(None, ge=1, description="end of linear / cosine decay; recipes fill in max_steps")
     min_lr_ratio: float = Field(0.0, ge=0, le=1, description="floor of the decay, as a share of lr")
+
+    _patterns = field_validator("muon_exclude")(_require_patterns)
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerConfig:
         for beta in self.betas:
             if not 0 <= beta < 1:
                 raise ValueError(f"betas={self.betas}; allowed: each in [0, 1)")
-        if self.momentum and self.name != "sgd":
-            raise ValueError(f"momentum={self.momentum} with name={self.name}; allowed: name=sgd, or betas for adamw")
+        for key, owners in OPTIMIZERS_WITH.items():
+            default = type(self).model_fields[key].get_default(call_default_factory=True, validated_data={"name": self.name})
+            if self.name not in owners and (value := getattr(self, key)) != default:
+                raise ValueError(f"{key}={value} with name={self.name}; allowed: name={', '.join(owners)}; or leave it out")
+        if self.name == "sgd" and self.nesterov and not self.momentum:
+            raise ValueError("nesterov=true with momentum=0; allowed: momentum above 0")
         if self.total_steps is not None and self.warmup_steps > self.total_steps:
             raise ValueError(f"warmup_steps={self.warmup_steps} > total_steps={self.total_steps}; lower warmup_steps")
         return self
@@ -149,6 +208,8 @@ class HybridConfig(Strict):
     timeout_s: float = Field(600.0, gt=0, description="a collective that waits longer than this ends the run")
     debug_checksums: bool = Field(False, description="at each swap, verify that weights changed only where weight_version did")
 
+    _patterns = field_validator("freeze")(_require_patterns)
+
     @model_validator(mode="after")
     def _check_shards(self) -> HybridConfig:
         if self.shard_ranks is not None and self.zero_stage == 0:
@@ -158,16 +219,6 @@ class HybridConfig(Strict):
     def num_shards(self, world_size: int) -> int:
         """Into how many shards a weight is cut."""
         return 1 if self.zero_stage == 0 else self.shard_ranks or world_size
-
-    @field_validator("freeze")
-    @classmethod
-    def _check_freeze(cls, patterns: tuple[str, ...]) -> tuple[str, ...]:
-        for pattern in patterns:
-            try:
-                re.compile(pattern)
-            except re.error as error:
-                raise ValueError(f"{pattern!r} is no regular expression: {error}") from None
-        return patterns
 
 
 def resolve(config: HybridConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> HybridConfig:
@@ -188,7 +239,8 @@ def resolve(config: HybridConfig | Mapping[str, Any] | str | os.PathLike[str] | 
 
 def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """Each problem of a config of class `root`, with its path; an unknown key with the nearest known one."""
-    return [_problem(root, e["loc"], e["type"], e["msg"]) for e in error.errors()]
+    said = [e for e in error.errors() if e["type"] != "default_factory_not_called"]  # that follows from another error
+    return [_problem(root, e["loc"], e["type"], e["msg"]) for e in said]
 
 
 def _problem(root: type[BaseModel], path: tuple[int | str, ...], kind: str, message: str) -> str:

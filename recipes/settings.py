@@ -214,6 +214,8 @@ def explain(error: ValidationError, cls: type[BaseModel]) -> Iterator[str]:
     for problem in error.errors(include_url=False):
         keys, owner = _walk(cls, problem["loc"])
         where = ".".join(map(str, keys)) or "recipe"
+        if problem["type"] == "default_factory_not_called":
+            continue  # a default that depends on a field which has an error of its own
         if problem["type"] == "extra_forbidden":
             yield f"{where}: unknown key; {_nearest(keys, owner, cls)}"
         elif problem["type"] == "missing":

@@ -22,10 +22,10 @@ class Schedule:
         self.seek(0)
 
     def seek(self, step: int) -> None:
-        """Set the rate of optimizer step `step` (from 0)."""
+        """Set the rate of optimizer step `step` (from 0): a share of each group's `initial_lr`, else of config.lr."""
         self.step_count = step
         for group in self._optimizer.param_groups:
-            group["lr"] = self._config.lr * lr_factor(self._config, step)
+            group["lr"] = group.get("initial_lr", self._config.lr) * lr_factor(self._config, step)
 
     def step(self) -> None:
         self.seek(self.step_count + 1)
@@ -41,7 +41,7 @@ class Schedule:
 
 
 def lr_factor(config: OptimizerConfig, step: int) -> float:
-    """Share of config.lr that optimizer step `step` (from 0) uses: a linear rise over warmup_steps, then constant, or down to
+    """Share of its full rate that optimizer step `step` (from 0) uses: a linear rise over warmup_steps, then constant, or down to
     min_lr_ratio at total_steps, linearly or along half a cosine."""
     if step < config.warmup_steps:
         return (step + 1) / config.warmup_steps

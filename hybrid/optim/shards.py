@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import tensor as dtensor
 from torch.distributed.tensor import DTensor, Shard
+
+from hybrid.sharding import local
 
 
 def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
@@ -30,6 +31,10 @@ def shard_group(tensor: Tensor) -> dist.ProcessGroup | None:
 
 def zeros_beside(parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Zeros that lie as `parameter` where both have as many rows (dimension 0), else whole on every rank."""
+    held = local(parameter)
     if isinstance(parameter, DTensor) and parameter.ndim and len(shape) and shape[0] == parameter.shape[0]:
-        return dtensor.zeros(*shape, dtype=dtype, device_mesh=parameter.device_mesh, placements=parameter.placements)
-    return torch.zeros(*shape, dtype=dtype, device=parameter.device)
+        rows = torch.zeros(held.shape[0], *shape[1:], dtype=dtype, device=held.device)
+        stride = torch.empty(*shape, device="meta").stride()
+        size = torch.Size(shape)
+        return DTensor.from_local(rows, parameter.device_mesh, parameter.placements, run_check=False, shape=size, stride=stride)
+    return torch.zeros(*shape, dtype=dtype, device=held.device)

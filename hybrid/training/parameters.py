@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybrid.config import OptimizerConfig
+from hybrid.optim.optimizers import optimizer_over
 from hybrid.training.config.optimizers import OptimizerSection
 
 ParameterGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
@@ -83,11 +83,6 @@ def adopt(optimizer: torch.optim.Optimizer, module: nn.Module, groups: Iterable[
         group["params"] = [parameters[name] for name in named.names]
 
 
-def make_optimizer(section: OptimizerSection, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimizer of a config section; a group's own keys win over the section's."""
-    config: OptimizerConfig = section.settings()
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, weight_decay=config.weight_decay)
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
-    )
+def make_optimizer(section: OptimizerSection, groups: list[dict[str, Any]], module: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of a config section over groups of the module's parameters; a group's own keys win over the section's."""
+    return optimizer_over(section.settings(), groups, dict(module.named_parameters()))

@@ -192,7 +192,7 @@ def _optimizer(
     if given is not None:
         return given(sharded_groups(model, groups))
     assert settings.optimizer is not None, "else there are no groups"
-    return make_optimizer(settings.optimizer, sharded_groups(model, groups))
+    return make_optimizer(settings.optimizer, sharded_groups(model, groups), model)
 
 
 def _schedule(given: Any, settings: TrainingConfig, optimizer: torch.optim.Optimizer) -> Any:

@@ -91,6 +91,11 @@ def test_every_problem_gets_a_line_with_its_path_and_the_nearest_known_key(write
     assert "log=5" in text
 
 
+def test_defaults_that_follow_from_a_wrong_field_are_no_problems_of_their_own(write):
+    (line,) = refused(write(MINIMAL + "engine: {optimizer: {name: muons}}"))
+    assert "engine.optimizer.name='muons': Input should be 'adamw', " in line
+
+
 REWARDED = "recipe: ppo\nmodel: {path: student}\ndata: {train: rows.jsonl}\n"
 
 
