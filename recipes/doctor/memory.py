@@ -5,7 +5,9 @@ which the fullest holds ceil(rows / S). m and c are the bytes of a master and of
 
     shards          m x parameters / S; of a frozen model, and of the base below an adapter, c x parameters / S
     gradients       m x trained parameters / S
-    optimizer       AdamW: 2 m x trained parameters / S, and 4 for each tensor's step count; SGD: m x with momentum, else nothing
+    optimizer       Adam, AdamW: 2 m x trained parameters / S, and 4 for each tensor's step count; Lion: m x; SGD: m x with
+                    momentum, else nothing; Muon: m x of its matrices, the rest as AdamW; Adafactor (in fp32): a number for each
+                    row of a shard and each column of a matrix, else one for each number, and the step counts
     fused copy      c x (parameters but for the head), and the head's counted rows: 0 where tied in fp32, c V H where packed (a
                     CPU's bf16), else 4 V H
     KV pool         blocks x bytes of a block, as inference_v2.cache has them
@@ -31,6 +33,8 @@ from hybrid.config import HybridConfig, OptimizerConfig
 from hybrid.lora import inject
 from hybrid.loss_head import LOGIT_BYTES
 from hybrid.models import build_on_meta, scalar_config
+from hybrid.optim.adafactor import is_factored
+from hybrid.optim.optimizers import is_orthogonalized
 from hybrid.policy import PolicyModule
 from hybrid.sharding import local_rows
 from inference_v2.cache import block_bytes, pool_sizes
@@ -179,10 +183,24 @@ def optimizer_bytes(
     parameters: Sequence[Parameter], config: OptimizerConfig, shards: int, itemsize: int, *, rank: int = 0
 ) -> int:
     """Of trained `parameters`."""
-    moments = shard_bytes(parameters, shards, itemsize, rank=rank)
-    if config.name == "sgd":
-        return moments if config.momentum else 0
-    return 2 * moments + 4 * len(parameters)
+    if config.name == "adafactor":
+        return sum(4 + _adafactor_bytes(p, shards, rank) for p in parameters)
+    momenta = [p for p in parameters if config.name == "muon" and is_orthogonalized(config, p.name, p.shape)]
+    if config.name == "lion" or (config.name == "sgd" and config.momentum):
+        momenta = list(parameters)
+    held = {p.name for p in momenta}
+    rest = [p for p in parameters if p.name not in held] if config.name != "sgd" else []
+    moments = shard_bytes(momenta, shards, itemsize, rank=rank) + 2 * shard_bytes(rest, shards, itemsize, rank=rank)
+    return moments + 4 * len(rest)
+
+
+def _adafactor_bytes(parameter: Parameter, shards: int, rank: int) -> int:
+    shape = parameter.shape
+    if not is_factored(shape):
+        return 4 * _local_size(shape, shards, rank)
+    columns = (*shape[:-2], 1, shape[-1])
+    held = prod(columns) if len(shape) == 2 else _local_size(columns, shards, rank)
+    return 4 * (_local_size((*shape[:-1], 1), shards, rank) + held)
 
 
 def fused_copy_bytes(shape: ModelShape, itemsize: int, *, packs: bool) -> int:
