@@ -199,6 +199,9 @@ class HybridConfig(Strict):
         None, description="train low-rank adapters; the base is frozen, in compute_dtype, and not in checkpoints"
     )
     optimizer: OptimizerConfig = OptimizerConfig()
+    offload_optimizer: bool = Field(
+        False, description="optimizer state, and a copy of the masters that it steps on, in host memory"
+    )
     rollout: RolloutConfig = RolloutConfig()
     vocab_limit: int | None = Field(
         None, ge=1, description="rows of the head that count, at most all; None: the tokenizer's size, or all"

@@ -24,6 +24,7 @@ from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
 from hybrid.models import VALUE_HEAD, ShardedModel
 from hybrid.modes import Generation, Swap
 from hybrid.optim.gradients import in_words
+from hybrid.optim.host import HostMirror
 from hybrid.optim.optimizers import make_optimizer
 from hybrid.optim.schedules import Schedule
 from hybrid.optim.update import Update
@@ -47,10 +48,20 @@ class HybridEngine:
     def __init__(self, model: ShardedModel) -> None:
         config = model.config
         self.model, self.config, self.mesh = model, config, model.mesh
-        self.optimizer = make_optimizer(config.optimizer, model.parameters())
+        parameters = model.parameters()
+        self.optimizer = make_optimizer(config.optimizer, parameters)
+        self._mirror: HostMirror | None = None
+        if config.offload_optimizer:
+            self._mirror = HostMirror(parameters.values(), pin=True)
+            self._mirror.adopt(self.optimizer)
         self.lr_scheduler = Schedule(config.optimizer, self.optimizer)
         self._update = Update(
-            model.parameters(), self.optimizer, self.lr_scheduler, self.mesh, max_norm=config.optimizer.max_grad_norm
+            parameters,
+            self.optimizer,
+            self.lr_scheduler,
+            self.mesh,
+            max_norm=config.optimizer.max_grad_norm,
+            mirror=self._mirror,
         )
         self.weight_version = 0
         self._generation = Generation(model)
@@ -355,7 +366,7 @@ class HybridEngine:
         of `others` too, by name. Of a model with an adapter, the base is not stored but named by a fingerprint."""
         save_checkpoint(
             path,
-            model=self.model.stored_parameters(),
+            model=self._stored(),
             optimizer=self.optimizer,
             ema=ema,
             others={name: engine._trained() for name, engine in others.items()},
@@ -391,7 +402,7 @@ class HybridEngine:
 
         loaded = load_checkpoint(
             path,
-            model=self.model.stored_parameters(),
+            model=self._stored(),
             optimizer=self.optimizer,
             ema=ema,
             others={name: engine._trained() for name, engine in others.items()},
@@ -399,6 +410,9 @@ class HybridEngine:
             check_state=check_bases,
             seed=seed,
         )
+        for engine in (self, *others.values()):
+            if engine._mirror is not None:
+                engine._mirror.push()
         self.lr_scheduler.load_state_dict(loaded.state["schedule"])
         self.weight_version = max(self.weight_version + 1, loaded.weight_version)
         for name, engine in others.items():
@@ -407,7 +421,12 @@ class HybridEngine:
         return loaded.state["extra"]
 
     def _trained(self) -> Trained:
-        return Trained(self.model.stored_parameters(), self.optimizer)
+        return Trained(self._stored(), self.optimizer)
+
+    def _stored(self) -> dict[str, nn.Parameter]:
+        """What a checkpoint holds, as the optimizer has it."""
+        stored = self.model.stored_parameters()
+        return stored if self._mirror is None else self._mirror.named(stored)
 
     def _bases(self, others: Mapping[str, HybridEngine]) -> dict[str, str]:
         """Fingerprints of the models that are not stored themselves."""

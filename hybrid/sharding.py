@@ -152,6 +152,19 @@ def abandon(module: nn.Module) -> None:
     if root._get_fsdp_state()._is_root:  # None before the first forward: nothing can be in flight
         root.reset_iter_state()
     reshard(module)
+    discard_waiting(module)
+
+
+def discard_waiting(module: nn.Module) -> None:
+    """Drop gradients that wait for their reduction (stages 0 and 1, before the last micro-batch), which no shard's `grad` shows.
+    FSDP2 has no call for it: its own reset keeps them, and adds them to whatever comes next."""
+    for group in groups(module):
+        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+            parameters._partial_reduce_output = None
+            for held in parameters.fsdp_params:
+                held.unsharded_accumulated_grad = None
+                if hasattr(held, "_unsharded_param"):
+                    held._unsharded_param.grad = None
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:

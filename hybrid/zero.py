@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from hybrid.optim.host import COPY
 from hybrid.sharding import local, local_rows
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ def _take(parameter: nn.Parameter, whole: torch.Tensor, rank: int) -> None:
     shard_dim = mesh.ndim - 1  # of ("replicate", "shard"), or of ("shard",)
     rows = local_rows(whole.shape[0], mesh.size(shard_dim), mesh.get_local_rank(shard_dim))
     local(parameter).copy_(whole[rows])
+    if (copy := parameter.__dict__.get(COPY)) is not None:
+        local(copy).copy_(whole[rows])
 
 
 @contextmanager

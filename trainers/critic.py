@@ -109,6 +109,8 @@ class CriticModel:
             model.offload()
         else:
             model.onload()
+        if self.engine.config.offload_optimizer:
+            return  # it stays in host memory
         for group in self.engine.optimizer.param_groups:
             steps_too = bool(group.get("fused") or group.get("capturable"))  # else step counts are the host's
             for state in (self.engine.optimizer.state.get(p, {}) for p in group["params"]):

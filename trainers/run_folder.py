@@ -19,13 +19,15 @@ from hybrid.mesh import Mesh, first_error
 from trainers.config import RunConfig
 
 # Keys (and what is below them) that a resumed run may set anew: they do not enter what is trained, or only for how long.
-FREE_KEYS = ("output_dir", "max_steps", "log", "checkpoint", "certificate", "eval", "data.eval", "data.eval_split",
-             "data.max_eval", "engine.timeout_s",
-             # Of memory and speed alone, but for rounding, as the number of ranks
-             "engine.zero_stage", "engine.activation_checkpointing", "engine.loss_chunk_tokens", "engine.rollout.gather",
-             "engine.rollout.on_leave", "engine.rollout.max_copy_bytes", "engine.rollout.engine.cache_bytes",
-             "engine.rollout.engine.max_running", "engine.rollout.engine.max_step_tokens", "train.micro_batch_tokens",
-             "critic.offload", "reference.offload", "teacher.offload")  # fmt: skip
+FREE_KEYS = (
+    *("output_dir", "max_steps", "log", "checkpoint", "certificate", "eval", "data.eval", "data.eval_split", "data.max_eval"),
+    "engine.timeout_s",
+    # Of memory and speed alone, but for rounding, as the number of ranks
+    *("engine.zero_stage", "engine.shard_ranks", "engine.offload_optimizer", "engine.activation_checkpointing"),
+    *("engine.loss_chunk_tokens", "engine.rollout.gather", "engine.rollout.on_leave", "engine.rollout.max_copy_bytes"),
+    *("engine.rollout.engine.cache_bytes", "engine.rollout.engine.max_running", "engine.rollout.engine.max_step_tokens"),
+    *("train.micro_batch_tokens", "critic.offload", "reference.offload", "teacher.offload"),
+)
 DECAY_END = "engine.optimizer.total_steps"
 
 

@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor
 
 from hybrid.sharding import local
 
+COPY = "hybrid_host_copy"  # attribute of a parameter: its copy, for those who change its value
+
 
 class HostMirror:
     """Copies of the trained parameters' shards in host memory, on which `optimizer` steps.
@@ -26,6 +28,7 @@ class HostMirror:
             if parameter.requires_grad:
                 pinned = pin and parameter.device.type == "cuda"
                 self._pairs[parameter] = nn.Parameter(_like(parameter, _on_host(local(parameter.detach()), pinned)))
+                parameter.__dict__[COPY] = self._pairs[parameter]
         device = next((p.device for p in self._pairs), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pin = pin and self._stream is not None
@@ -96,8 +99,5 @@ def _on_host(tensor: Tensor, pin: bool) -> Tensor:
 
 
 def _like(parameter: nn.Parameter, shard: Tensor) -> Any:
-    """`shard` in the place of the parameter's own."""
-    if not isinstance(parameter, DTensor):
-        return shard
-    mesh, places = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(shard, mesh, places, run_check=False, shape=parameter.shape, stride=parameter.stride())
+    """`shard`, wherever it is, in the place of the parameter's own. (DTensor.from_local would move it to the mesh's device.)"""
+    return DTensor(shard, parameter._spec, requires_grad=False) if isinstance(parameter, DTensor) else shard

@@ -59,6 +59,7 @@ class TrainingEngine(nn.Module):
         self.global_steps = 0  # boundaries passed, skipped ones too
         self.global_samples = 0
         self.micro_steps = 0  # backwards
+        self._waiting = 0  # backwards whose gradients wait for a step
         self.skipped_steps = 0
         self.last: Stepped | None = None  # what the last boundary did
         self._update = update
@@ -70,7 +71,7 @@ class TrainingEngine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on this rank's samples; what an exception in it left half done is dropped."""
-        training = torch.is_grad_enabled()
+        training = torch.is_grad_enabled() and self.optimizer is not None
         if training:
             self._announce(self.is_gradient_accumulation_boundary())
         autocast = self.config.torch_autocast
@@ -112,6 +113,7 @@ class TrainingEngine(nn.Module):
         if boundary and not retain_graph:  # stages 1 and 2 kept the weights, which hide the shards and their gradients
             sharding.reshard(self.root)
         self.micro_steps += 1
+        self._waiting += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
         return loss.detach()
 
@@ -131,6 +133,7 @@ class TrainingEngine(nn.Module):
             finally:
                 self._settle(taken=self.was_step_applied())
         self.global_steps += 1
+        self._waiting = 0
         if stepped.skipped:
             self.skipped_steps += 1
             self._log.warning(
@@ -160,7 +163,7 @@ class TrainingEngine(nn.Module):
             return self._boundary
         if not self.config.managed_gradient_accumulation:
             return True
-        return self.micro_steps > 0 and self.micro_steps % self.gradient_accumulation_steps() == 0
+        return self._waiting > 0 and self._waiting % self.gradient_accumulation_steps() == 0
 
     def _announce(self, boundary: bool) -> None:
         """Say before a backward whether it is the step's last."""
@@ -195,7 +198,7 @@ class TrainingEngine(nn.Module):
             return self._boundary
         if not self.config.managed_gradient_accumulation:
             return True
-        return (self.micro_steps + 1) % self.gradient_accumulation_steps() == 0
+        return (self._waiting + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Let the caller say it, for all that follows; None: by counting again."""
@@ -213,6 +216,9 @@ class TrainingEngine(nn.Module):
             self._boundary = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what earlier backwards of this step have left; its accumulation begins anew."""
+        sharding.discard_waiting(self.root)
+        self._waiting = 0
         self._update.drop()
         self._settle(taken=False)
 

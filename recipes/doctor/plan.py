@@ -37,7 +37,7 @@ class Plan:
     def __init__(self, case: Case) -> None:
         self.case, self.config, self.engine = case, case.config, case.config.engine
         self.cuda = on_cuda(self.engine)
-        self.shards = 1 if self.engine.zero_stage == 0 else case.nproc
+        self.shards = self.engine.num_shards(case.nproc)
         self.master, self.compute = (
             getattr(torch, name).itemsize for name in (self.engine.master_dtype, self.engine.compute_dtype)
         )
@@ -97,10 +97,13 @@ class Plan:
         return {"vLLM": int(share if self.cuda else share / self.case.nproc)}
 
     def _trained(self, name: str, shape: ModelShape, optimizer: Any) -> Parts:
-        return {
-            f"{name} shards": memory.held_bytes(shape, self.shards, self.master, self.compute),
-            f"{name} optimizer": memory.optimizer_bytes(shape.trained, optimizer, self.shards, self.master),
-        }
+        parts = {f"{name} shards": memory.held_bytes(shape, self.shards, self.master, self.compute)}
+        if self.engine.offload_optimizer and self.cuda:
+            return parts
+        parts[f"{name} optimizer"] = memory.optimizer_bytes(shape.trained, optimizer, self.shards, self.master)
+        if self.engine.offload_optimizer:  # host memory is the device's: the copy that it steps on
+            parts[f"{name} host copy"] = memory.shard_bytes(shape.trained, self.shards, self.master)
+        return parts
 
     @property
     def frozen(self) -> list[Role]:

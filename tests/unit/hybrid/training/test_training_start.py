@@ -1,0 +1,401 @@
+"""What initialize takes: optimizers, schedulers, parameters, data; and what the loop's verbs do with unusual calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import TensorDataset
+from training_cases import (
+    config,
+    loss_of,
+    make_net,
+    micro_batches,
+    open_engine,
+    plain_sgd,
+    share,
+    train,
+    weights_of,
+    whole,
+    worst,
+)
+
+import hybrid
+from hybrid import initialize
+from hybrid.sharding import gathered
+
+
+def without_optimizer(**keys: Any) -> dict[str, Any]:
+    settings = config(**keys)
+    del settings["optimizer"]
+    return settings
+
+
+# -- optimizers, schedulers and parameters of the caller's
+
+
+def own_optimizer(kind: str, offload: bool) -> dict:
+    net = make_net()
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 0.01},
+    ]
+    settings = without_optimizer(zero_optimization=zero)
+    if kind == "optimizer":
+        optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        engine, given, _, given_scheduler = initialize(model=net, optimizer=optimizer, lr_scheduler=scheduler, config=settings)
+        assert given is optimizer
+        assert given_scheduler is scheduler
+    else:
+        engine, *_ = initialize(
+            model=net,
+            model_parameters=groups,
+            optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+            lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+            config=settings,
+        )
+    train(engine, micro_batches(3, 1))
+    return {"weights": weights_of(engine), "lr": engine.get_lr()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("kind", ["optimizer", "function"])
+def test_an_optimizer_and_a_scheduler_of_the_callers(pool2, kind, offload):
+    net = make_net()
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 0.01},
+    ]
+    plain = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    scheduler = LambdaLR(plain, lambda step: 1 / (1 + step))
+    for ((x, y),) in micro_batches(3, 1):
+        loss_of(net(x), y).backward()
+        plain.step()
+        scheduler.step()
+        plain.zero_grad()
+    for result in pool2.run(own_optimizer, kind, offload):
+        assert worst(result["weights"], {n: p.detach() for n, p in net.named_parameters()}) < 1e-5
+        assert result["lr"] == pytest.approx([0.1 / 4, 0.01 / 4])
+
+
+def test_only_the_given_parameters_are_trained():
+    net = make_net()
+    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    engine, *_ = initialize(model=net, model_parameters=(p for p in net.head.parameters()), config=config(ranks=1))
+    train(engine, micro_batches(2, 1))
+    changed = {n for n, w in weights_of(engine).items() if not torch.equal(w, before[n])}
+    assert changed == {"head.weight", "head.bias"}
+
+
+def stepped_optimizer(net: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda net: {"model_parameters": make_net(1).parameters()}, r"shape \[16, 8\] is not the model's"),
+        (lambda net: {"model_parameters": [{"params": list(net.parameters())}, {"params": [net.head.bias]}]}, "bias stands in"),
+        (lambda net: {"optimizer": stepped_optimizer(net)}, "has stepped before initialize"),
+        (lambda net: {"model": net.requires_grad_(False)}, "no parameter is trained"),
+        (lambda net: {"model": net.to("meta")}, "door.weight is on the meta device"),
+        (lambda net: {"model": nn.ReLU()}, "ReLU has no parameters"),
+        (lambda net: {"model": "gpt2"}, "model is a str; allowed: a torch.nn.Module"),
+        (lambda net: {"model": None}, "model is a NoneType"),
+        (lambda net: {"mpu": object()}, "no model parallelism"),
+        (lambda net: {"config": None}, "no config"),
+        (lambda net: {"loss_scaler": object()}, "loss scaler object lacks scale"),
+        (lambda net: {"training_data": iter([1])}, "allowed: a data set with __len__"),
+        (lambda net: {"training_data": TensorDataset(torch.zeros(0, 1))}, "has 0 samples for 1 ranks"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_taken_is_refused(arguments, message):
+    net = make_net()
+    with pytest.raises(ValueError, match=message):
+        initialize(**({"model": net, "config": config(ranks=1)} | arguments(net)))
+
+
+def test_a_refused_module_is_left_as_it_was():
+    net = make_net()
+    with pytest.raises(ValueError, match="matches no module"):
+        initialize(model=net, config=config(ranks=1, module_precision=[{"match": "name:nothing"}]))
+    assert all(type(p) is nn.Parameter for p in net.parameters())
+    assert all(p.requires_grad for p in net.parameters())
+    train(initialize(model=net, config=config(ranks=1))[0], micro_batches(1, 1))
+
+
+def other_seeds() -> dict:
+    net = make_net(seed=torch.distributed.get_rank())
+    net.register_buffer("table", torch.full((2,), float(torch.distributed.get_rank())))
+    engine = open_engine(config(), net)
+    return {"weights": weights_of(engine), "table": engine.module.table.tolist()}
+
+
+def test_all_ranks_train_rank_0s_weights(pool2):
+    expected = {n: p.detach() for n, p in make_net(seed=0).named_parameters()}
+    for result in pool2.run(other_seeds):
+        assert all(torch.equal(result["weights"][n], w) for n, w in expected.items())
+        assert result["table"] == [0.0, 0.0]
+
+
+# -- engines without an optimizer, and two at once
+
+
+def evaluating() -> dict:
+    engine, optimizer, loader, scheduler = initialize(model=make_net(), config=without_optimizer(bf16={"enabled": True}))
+    x = micro_batches(1, 1)[0][0][0]
+    with pytest.raises(RuntimeError, match="step without an optimizer"):
+        engine.step()
+    return {
+        "none": optimizer is loader is scheduler is None,
+        "dtypes": {str(p.dtype) for p in engine.module.parameters()},
+        "out": engine(x).float(),
+        "left": gathered(engine.module),
+        "lr": engine.get_lr(),
+    }
+
+
+def test_an_engine_without_an_optimizer_evaluates(pool2):
+    expected = make_net()(micro_batches(1, 1)[0][0][0])
+    for result in pool2.run(evaluating):
+        assert result["none"]
+        assert result["dtypes"] == {"torch.bfloat16"}  # nothing is trained, so there are no masters
+        assert (result["out"] - expected).abs().max() < 3e-2
+        assert result["left"] == []
+        assert result["lr"] == []
+
+
+def two_engines() -> dict:
+    first, second = open_engine(config(accumulation=2)), open_engine(config(stage=1, bf16={"enabled": True}), make_net(seed=3))
+    steps = micro_batches(3, 2)
+    for step in steps:
+        for x, y in step:
+            one, two = first(share(first, x)), second(share(second, x))
+            second.backward(loss_of(two, share(second, y)))
+            first.backward(loss_of(one, share(first, y)))
+            first.step()
+            second.step()
+    return {"first": weights_of(first), "dtype": str(two.dtype), "steps": (first.global_steps, second.global_steps)}
+
+
+def test_two_engines_in_one_process_do_not_touch_each_other(pool2):
+    for result in pool2.run(two_engines):
+        assert worst(result["first"], plain_sgd(micro_batches(3, 2))) < 1e-5
+        assert result["dtype"] == "torch.bfloat16"
+        assert result["steps"] == (3, 6)
+
+
+# -- whose boundary it is
+
+
+def boundaries(how: str) -> dict:
+    engine = open_engine(
+        config(stage=1, accumulation=1 if how != "no_sync" else 3, managed_gradient_accumulation=how != "unmanaged")
+    )
+    for step in micro_batches(2, 3):
+        for i, (x, y) in enumerate(step):
+            last = i == 2
+            if how == "set":
+                engine.set_gradient_accumulation_boundary(last)
+            if how == "no_sync" and not last:
+                with engine.no_sync():
+                    engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+                    engine.step()
+                continue
+            loss = loss_of(engine(share(engine, x)), share(engine, y))
+            engine.backward(loss / 3 if how in ("set", "unmanaged") else loss)
+            if how != "unmanaged" or last:
+                engine.step()
+    return {"weights": weights_of(engine), "steps": engine.global_steps}
+
+
+@pytest.mark.parametrize("how", ["set", "no_sync", "unmanaged"])
+def test_the_caller_may_own_the_boundary(pool2, how):
+    for result in pool2.run(boundaries, how):
+        assert result["steps"] == 2
+        assert worst(result["weights"], plain_sgd(micro_batches(2, 3))) < 1e-5
+
+
+def test_no_sync_is_refused_where_every_gradient_is_reduced_at_once():
+    with pytest.raises(RuntimeError, match="stage 2 or 3"), open_engine(config(ranks=1)).no_sync():
+        pass
+
+
+def test_a_loss_without_the_division():
+    engine = open_engine(config(ranks=1, accumulation=2))
+    ((first, second),) = micro_batches(1, 2)
+    for x, y in (first, second):
+        engine.backward(loss_of(engine(x), y) / 2, scale_wrt_gas=False)
+        engine.step()
+    assert worst(weights_of(engine), plain_sgd(micro_batches(1, 2))) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (lambda out: out, r"shape \[8, 4\]; reduce it"),
+        (lambda out: out.sum().item(), "a float"),
+        (lambda out: {"loss": out.sum()}, r"a dict \(its loss\?\)"),
+        (lambda out: out.sum().detach(), "without a graph"),
+        (lambda out: None, "a NoneType"),
+    ],
+)
+def test_backward_takes_one_number_with_a_graph(loss, message):
+    engine = open_engine(config(ranks=1))
+    out = engine(micro_batches(1, 1)[0][0][0])
+    with pytest.raises(ValueError, match=message):
+        engine.backward(loss(out))
+    assert engine.micro_steps == 0
+
+
+# -- after an exception
+
+
+class Fragile(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.fails = make_net(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.net(x)
+        if self.fails:
+            raise ArithmeticError("no")
+        return x
+
+
+def recovers(stage: int) -> dict:
+    engine = open_engine(config(stage=stage, accumulation=2), Fragile())
+    (first, second), *rest = micro_batches(3, 2)
+    engine.backward(loss_of(engine(share(engine, first[0])), share(engine, first[1])))
+    engine.module.fails = True
+    with pytest.raises(ArithmeticError):
+        engine(share(engine, second[0]))
+    engine.module.fails = False
+    left = (gathered(engine.module), [n for n, p in engine.module.named_parameters() if p.grad is not None])
+    train(engine, rest)
+    return {"left": left, "weights": {n.removeprefix("net."): w for n, w in weights_of(engine).items()}}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_after_an_exception_training_goes_on(pool2, stage):
+    for result in pool2.run(recovers, stage):
+        assert result["left"] == ([], [])
+        assert worst(result["weights"], plain_sgd(micro_batches(3, 2)[1:])) < 1e-5
+
+
+def forgotten(stage: int) -> dict:
+    """A step's first half is dropped by zero_grad."""
+    engine = open_engine(config(stage=stage, accumulation=2))
+    (first, _), *rest = micro_batches(3, 2)
+    engine.backward(loss_of(engine(share(engine, first[0])), share(engine, first[1])))
+    engine.zero_grad()
+    train(engine, rest)
+    return weights_of(engine)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_zero_grad_forgets_gradients_that_wait_for_their_reduction(pool2, stage):
+    for weights in pool2.run(forgotten, stage):
+        assert worst(weights, plain_sgd(micro_batches(3, 2)[1:])) < 1e-5
+
+
+# -- the loader
+
+
+def epochs(drop_last: bool) -> dict:
+    data = TensorDataset(torch.arange(21))
+    _, _, loader, _ = initialize(
+        model=make_net(), training_data=data, config=config(dataloader_drop_last=drop_last, train_micro_batch_size_per_gpu=4)
+    )
+    return {"epochs": [[batch[0].tolist() for batch in loader] for _ in range(2)], "length": len(loader)}
+
+
+def test_each_rank_gets_its_share_in_a_new_order_each_epoch(pool2):
+    one, two = pool2.run(epochs, False)
+    for epoch in range(2):
+        seen = [i for batch in one["epochs"][epoch] + two["epochs"][epoch] for i in batch]
+        assert len(seen) == 22  # one is filled up, so that ranks have as many
+        assert set(seen) == set(range(21))
+    assert one["epochs"][0] != one["epochs"][1]
+    assert one["length"] == len(one["epochs"][0]) == 3
+    dropped = pool2.run(epochs, True)[0]
+    assert [len(batch) for batch in dropped["epochs"][0]] == [4, 4]
+
+
+def test_the_callers_collate_function_is_used():
+    data = TensorDataset(torch.arange(8))
+    _, _, loader, _ = initialize(model=make_net(), training_data=data, collate_fn=len, config=config(ranks=1))
+    assert next(iter(loader)) == 8
+
+
+# -- names that scripts use
+
+
+def gathered_parameters(offload: bool) -> dict:
+    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
+    engine = open_engine(config(zero_optimization=zero))
+    weight = engine.module.blocks[0].up.weight
+    before = whole(weight)
+    with hybrid.zero.GatheredParameters(weight):
+        inside = engine.module.blocks[0].up.weight
+        seen = torch.equal(inside, before)
+        inside.data.zero_()
+    unchanged = torch.equal(whole(weight), before)
+    with hybrid.zero.GatheredParameters([weight, engine.module.head.bias], modifier_rank=1):
+        if engine.global_rank == 1:
+            nn.init.ones_(engine.module.blocks[0].up.weight)
+    after = whole(weight)
+    train(engine, micro_batches(1, 1))
+    return {"seen": seen, "unchanged": unchanged, "after": after, "step": (whole(weight) - 1).abs().max().item()}
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gathered_parameters(pool2, offload):
+    for result in pool2.run(gathered_parameters, offload):
+        assert result["seen"]
+        assert result["unchanged"]
+        assert torch.equal(result["after"], torch.ones(16, 16))
+        assert 0 < result["step"] < 0.5  # the next step starts from what was put in
+
+
+def test_a_parameter_of_no_engine_is_refused(pool2):
+    with pytest.raises(AssertionError, match=r"was not sharded by hybrid\.initialize"):
+        pool2.run(gather_a_stranger)
+    with hybrid.zero.GatheredParameters(make_net().head.weight):  # a plain one is whole already
+        pass
+
+
+def gather_a_stranger() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    net = make_net()
+    fully_shard(net)
+    with hybrid.zero.GatheredParameters(net.head.weight):
+        pass
+
+
+def communicate() -> list[Any]:
+    hybrid.init_distributed("gloo")
+    dist = hybrid.comm
+    tensor = torch.tensor([float(dist.get_rank() + 1)])
+    dist.all_reduce(tensor)
+    whole_tensor = torch.zeros(2)
+    dist.all_gather_into_tensor(whole_tensor, torch.tensor([float(dist.get_rank())]))
+    shared = torch.tensor([7.0 * dist.get_rank()])
+    dist.broadcast(shared, 1)
+    part = torch.zeros(1)
+    dist.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]))
+    dist.barrier()
+    return [tensor.item(), whole_tensor.tolist(), shared.item(), part.item(), dist.get_world_size(), dist.is_initialized()]
+
+
+def test_collectives_under_deepspeeds_names(pool2):
+    assert pool2.run(communicate) == [[3.0, [0.0, 1.0], 7.0, 2.0, 2, True], [3.0, [0.0, 1.0], 7.0, 4.0, 2, True]]
