@@ -127,13 +127,13 @@ class TrainingEngine(nn.Module):
             return
         sharding.reshard(self.root)
         self._check_used()
+        self._waiting = 0
         with self._meters.phase("step"):
             try:
                 self.last = stepped = self._update.step()
             finally:
                 self._settle(taken=self.was_step_applied())
         self.global_steps += 1
-        self._waiting = 0
         if stepped.skipped:
             self.skipped_steps += 1
             self._log.warning(

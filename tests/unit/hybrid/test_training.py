@@ -203,6 +203,30 @@ def test_a_loss_or_gradient_that_is_not_finite_stops_every_rank_before_a_weight_
         assert result["version"] == 1
 
 
+def broken_in_between(folder: str, stage: int) -> float:
+    """A layer raises on every rank in the second of two micro-batches; then the step is taken anew."""
+    engine = make_engine(folder, zero_stage=stage)
+    batches = [pack(SEQUENCES[engine.rank :: 4]), pack(SEQUENCES[engine.rank + 2 :: 4])]
+    calls = iter(range(10))
+
+    def fail(*_: object) -> None:
+        if next(calls) == 1:
+            raise ArithmeticError("no")
+
+    handle = engine.model.module.layers[-1].register_forward_pre_hook(fail)
+    with pytest.raises(ArithmeticError):
+        engine.forward_backward(batches, cross_entropy)
+    handle.remove()
+    engine.forward_backward(batches, cross_entropy)
+    reference = load_file(f"{folder}/reference.safetensors")
+    return max(relative_error(g, reference[n]) for n, g in full_gradients(engine).items())
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_half_a_step_that_failed_leaves_nothing_in_the_next(pool2, folder, stage):
+    assert max(pool2.run(broken_in_between, folder, stage)) < 1e-5
+
+
 def test_dropout_is_off_unless_asked_for(folder):
     batch = pack(SEQUENCES)
     losses = {}
