@@ -32,7 +32,7 @@ class HostMirror:
         device = next((p.device for p in self._pairs), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pin = pin and self._stream is not None
-        self._copies: dict[nn.Parameter, Tensor] = {}  # of gradients, on their way
+        self._copies: dict[nn.Parameter, tuple[Tensor, tuple[int, int]]] = {}  # of gradients, on their way; the version of what was copied
         self.armed = False  # whether the next gradients are a step's last
         for parameter in self._pairs:
             if isinstance(parameter, DTensor):
@@ -53,24 +53,26 @@ class HostMirror:
         assert parameter.grad is not None
         gradient = local(parameter.grad)
         if self._stream is None:
-            self._copies[parameter] = gradient.clone()
+            self._copies[parameter] = gradient.clone(), _version(parameter.grad)
             return
         self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
         with torch.cuda.stream(self._stream):
-            self._copies[parameter] = torch.empty_like(gradient, device="cpu", pin_memory=self._pin).copy_(
-                gradient, non_blocking=self._pin
-            )
+            copy = torch.empty_like(gradient, device="cpu", pin_memory=self._pin).copy_(gradient, non_blocking=self._pin)
+            self._copies[parameter] = copy, _version(parameter.grad)
             gradient.record_stream(self._stream)
 
     def pull(self) -> list[Tensor]:
         """Every gradient at its copy, ready to be used there; returns them."""
         for parameter in self._pairs:
-            if parameter.grad is not None and parameter not in self._copies:
+            if parameter.grad is None:
+                continue
+            _, version = self._copies.get(parameter, (None, None))
+            if version != _version(parameter.grad):  # not sent yet, or changed since (clipped by the caller, say)
                 self._send(parameter)
         if self._stream is not None:
             self._stream.synchronize()
         for parameter, copy in self._pairs.items():
-            copy.grad = None if parameter.grad is None else _like(parameter, self._copies[parameter])
+            copy.grad = None if parameter.grad is None else _like(parameter, self._copies[parameter][0])
         self._copies = {}
         return [copy.grad for copy in self._pairs.values() if copy.grad is not None]
 
@@ -92,6 +94,11 @@ class HostMirror:
         """Let `optimizer`, made for the parameters, step on their copies."""
         for group in optimizer.param_groups:
             group["params"] = [self.of(p) for p in group["params"]]
+
+
+def _version(gradient: Tensor) -> tuple[int, int]:
+    """Changes with every change in place: of the whole, or of the shard in it."""
+    return gradient._version, local(gradient)._version
 
 
 def _on_host(tensor: Tensor, pin: bool) -> Tensor:

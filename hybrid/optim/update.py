@@ -57,10 +57,10 @@ class Update:
         self._scale: float | None = None  # of the losses whose gradients wait
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss to start a backward from. All losses of a step get the scale of the first."""
+        """The loss (fp32 or fp64) to start a backward from. All losses of a step get the scale of the first."""
         if self._scale is None:
             self._scale = 1.0 if self.scaler is None else float(self.scaler.scale)
-        return loss if self._scale == 1.0 else loss.float() * self._scale
+        return loss if self._scale == 1.0 else loss * self._scale
 
     def step(self, refuse: Callable[[list[str]], None] = lambda names: None) -> Stepped:
         """Collective. `refuse` is called with the names of the gradients that are not finite, and may raise. Raises what the

@@ -105,6 +105,7 @@ class TrainingEngine(nn.Module):
         boundary = self.is_gradient_accumulation_boundary()
         self._announce(boundary)
         self._last_loss = loss.detach()
+        loss = loss if loss.dtype == torch.float64 else loss.float()  # a bf16 loss must not be divided in bf16
         if scale_wrt_gas and self.config.managed_gradient_accumulation:
             loss = loss / self.gradient_accumulation_steps()
         with self._meters.phase("backward"), self._dropping_on_error():

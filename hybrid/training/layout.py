@@ -21,6 +21,7 @@ from hybrid.training.units import find_units
 def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> None:
     """Shard in place, with rank 0's values on every rank. Raises ValueError as `dtypes_of`, before anything is changed."""
     plan, zero = settings.precision(), settings.zero_optimization
+    _check_kept_over(zero.zero_hpz_partition_size, sharding.shard_count(mesh))
     dtypes = dtypes_of(module, plan)
     _prepare_buffers(module, settings, mesh)
     layout = sharding.Layout(
@@ -39,6 +40,13 @@ def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> Non
     units = find_units(module)
     sharding.shard(module, layers=units, mesh=mesh, layout=layout)
     cast_at_boundaries(dtypes, units)
+
+
+def _check_kept_over(ranks: int, shards: int) -> None:
+    fitting = [n for n in range(2, shards) if shards % n == 0]
+    if ranks > 1 and ranks not in fitting:
+        allowed = f"1, or a part of the {shards} ranks that share a weight: {fitting}" if fitting else f"1, with {shards} shards"
+        raise ValueError(f"zero_hpz_partition_size={ranks}; allowed: {allowed}")
 
 
 @torch.no_grad()

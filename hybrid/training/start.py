@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from hybrid.training.parameters import (
     named_groups,
     sharded_groups,
 )
+from hybrid.training.precision import dtypes_of
 from hybrid.zero import note_owners
 
 Started = tuple[TrainingEngine, torch.optim.Optimizer | None, TrainingLoader | None, Any]
@@ -64,18 +65,19 @@ def initialize(
     Raises ValueError, the same on every rank, for a config or a model that does not fit, before anything is sharded.
     """
     source = next((c for c in (config, config_params, getattr(args, "deepspeed_config", None)) if c is not None), None)
-    if source is None:
-        raise ValueError("no config; give config=, a mapping or the path of a JSON file")
-    if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
-    if mpu is not None:
-        raise ValueError("mpu is given; there is no model parallelism here: one model is trained whole on each rank's share")
-    settings, effects = resolve_training(source)
-    log = _log_of(settings, model)
-    mesh = open_mesh(settings)
-    settings, effects = _settled(settings, effects, mesh)
-    groups = _groups_of(model, optimizer, model_parameters, settings)
-    scaler = _scaler(settings, loss_scaler)
+    asked, error = None, None
+    try:
+        if mpu is not None:
+            raise ValueError("mpu is given; there is no model parallelism here: a model is trained whole on each rank's share")
+        asked = _asked(source, model, optimizer, model_parameters, loss_scaler)
+    except ValueError as caught:
+        error = caught
+    mesh = open_mesh(TrainingConfig() if asked is None else asked.settings)
+    raise_together(error)  # what is wrong on one rank must not leave the others waiting
+    assert asked is not None
+    assert model is not None
+    settings, effects = _settled(asked.settings, asked.effects, mesh)
+    log, groups = _log_of(settings, model), asked.groups
     trained = {name for group in groups for name in group.names}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
@@ -92,7 +94,7 @@ def initialize(
         schedule,
         mesh,
         max_norm=settings.gradient_clipping or None,
-        scaler=scaler,
+        scaler=asked.scaler,
         check=not settings.bf16.enabled or settings.bf16.check_grad_overflow,
         mirror=mirror,
         divisor=_divisor(settings, mesh),
@@ -120,6 +122,37 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file of the engine's config")
     group.add_argument("--local_rank", type=int, default=-1, help="given by some launchers; the environment is what counts")
     return parser
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What initialize was asked for, checked on this rank."""
+
+    settings: TrainingConfig
+    effects: list[Effect]
+    groups: list[NamedGroup]
+    scaler: LossScaler | None
+
+
+def _asked(
+    source: ConfigSource | TrainingConfig | None,
+    model: nn.Module | None,
+    optimizer: OptimizerSource | None,
+    model_parameters: ParameterGroups | None,
+    loss_scaler: LossScaler | None,
+) -> _Asked:
+    """Raises ValueError for what does not fit; nothing is changed."""
+    if source is None:
+        raise ValueError("no config; give config=, a mapping or the path of a JSON file")
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
+    settings, effects = resolve_training(source)
+    groups = _groups_of(model, optimizer, model_parameters, settings)
+    if settings.hybrid_engine.enabled:
+        hybrid_config(settings)
+    else:
+        dtypes_of(model, settings.precision())
+    return _Asked(settings, effects, groups, _scaler(settings, loss_scaler))
 
 
 def _settled(settings: TrainingConfig, effects: list[Effect], mesh: Mesh) -> tuple[TrainingConfig, list[Effect]]:

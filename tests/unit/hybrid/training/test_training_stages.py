@@ -93,6 +93,11 @@ def test_shards_that_do_not_divide_the_ranks_are_refused(pool4):
         pool4.run(shard_sizes, config(ranks=4, zero_optimization={"stage": 3, "mics_shard_size": 3}))
 
 
+def test_a_part_of_the_ranks_that_is_none_is_refused(pool4):
+    with pytest.raises(AssertionError, match=r"zero_hpz_partition_size=4; allowed: 1, or a part of the 4 ranks .*: \[2\]"):
+        pool4.run(shard_sizes, config(ranks=4, zero_optimization={"stage": 3, "zero_hpz_partition_size": 4}))
+
+
 def test_one_process_needs_no_launcher():
     engine = open_engine(config(ranks=1))
     train(engine, micro_batches(2, 1))

@@ -132,6 +132,44 @@ def test_a_refused_module_is_left_as_it_was():
     train(initialize(model=net, config=config(ranks=1))[0], micro_batches(1, 1))
 
 
+def one_bad_rank(what: str) -> str:
+    bad = torch.distributed.get_rank() == 1
+    settings = config(**({"log_level": "loud"} if bad and what == "config" else {}))
+    net = make_net()
+    parameters = make_net().parameters() if bad and what == "parameters" else net.parameters()
+    with pytest.raises(ValueError) as caught:
+        initialize(model=net, model_parameters=parameters, config=settings)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["config", "parameters"])
+def test_what_is_wrong_on_one_rank_is_said_on_all(pool2, what):
+    first, second = pool2.run(one_bad_rank, what, timeout_s=30)
+    assert first == second
+    assert first.startswith("rank 1: ")
+
+
+def clipped_by_hand() -> dict:
+    """The caller changes gradients between backward and step, with and without a copy of them on its way to the host."""
+    found = []
+    for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+        engine = open_engine(config(zero_optimization=zero))
+        ((x, y),) = micro_batches(1, 1)[0]
+        engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+        for p in engine.module.parameters():
+            p.grad.mul_(0.5)
+        engine.step()
+        found.append(weights_of(engine))
+    return found
+
+
+def test_gradients_that_the_caller_changes_are_the_ones_that_step(pool2):
+    expected = plain_sgd(micro_batches(1, 1), lr=0.05)
+    for on_device, off_loaded in pool2.run(clipped_by_hand):
+        assert worst(on_device, expected) < 1e-5
+        assert worst(off_loaded, expected) < 1e-5
+
+
 def other_seeds() -> dict:
     net = make_net(seed=torch.distributed.get_rank())
     net.register_buffer("table", torch.full((2,), float(torch.distributed.get_rank())))
