@@ -21,6 +21,7 @@ Rooms:
     training/   the engine behind initialize: any module, DeepSpeed's keys and loop
     comm        process group and collectives under DeepSpeed's names
     zero        GatheredParameters and Init
+    checkpointing   parts of a forward that backward runs again
     monitor     progress line, loggers, phase times (records: metrics.jsonl and completions.jsonl)
 """
 
@@ -42,7 +43,7 @@ _HOMES = {  # heavy (torch, transformers): imported on first use
     "init_distributed": "hybrid.comm",
     "initialize": "hybrid.training.start",
 }
-_MODULES = ("comm", "zero")  # as attributes too, for scripts that say deepspeed.comm
+_MODULES = ("checkpointing", "comm", "zero")  # as attributes too, for scripts that say deepspeed.comm
 
 __all__ = ["HybridEngine", "TrainingEngine", "add_config_arguments", "init_distributed", "initialize"]
 

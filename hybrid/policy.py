@@ -10,11 +10,11 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hybrid.attention import packing
 from hybrid.batch import Batch
+from hybrid.checkpointing import recompute_in_backward
 from hybrid.lora import Adapter, named_parameters
 from inference_v2.head import Head
 
@@ -66,7 +66,7 @@ class PolicyModule(nn.Module):
             _accept_function(value_head, lambda: Head(value_head.weight))
         if activation_checkpointing:
             for layer in self.layers:
-                _recompute_in_backward(layer)
+                recompute_in_backward(layer)
 
     @property
     def head_module(self) -> nn.Module:
@@ -123,18 +123,6 @@ def _accept_function(head: nn.Module, gathered_head: Callable[[], Head]) -> None
         return plain(hidden) if function is None else function(hidden, gathered_head())
 
     head.forward = MethodType(forward, head)  # type: ignore[method-assign]
-
-
-def _recompute_in_backward(layer: nn.Module) -> None:
-    """Keep only the layer's input for backward. Works in train and eval mode alike, and renames no parameter."""
-    plain = layer.forward
-
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return plain(*args, **kwargs)
-        return checkpoint(plain, *args, use_reentrant=False, **kwargs)
-
-    layer.forward = MethodType(forward, layer)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from hybrid import sharding
+from hybrid import checkpointing, sharding
 from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
@@ -79,7 +79,7 @@ class TrainingEngine(nn.Module):
         if training:
             self._meters.before_forward(self.global_steps + 1)
         tokens = tokens_in(args, kwargs) if training else 0
-        with self._meters.phase("forward", tokens=tokens), self._dropping_on_error(), context:
+        with self._meters.phase("forward", tokens=tokens), self._dropping_on_error(), self._checkpointing(), context:
             result = self.root(*args, **kwargs) if self._rollouts is None else self.root(PlainCall(args, kwargs))
         if not training:
             sharding.reshard(self.root)
@@ -157,6 +157,11 @@ class TrainingEngine(nn.Module):
             values["Train/Samples/train_loss"] = float(self._last_loss)
         for scalars in self._scalars:
             scalars.log(self.global_samples, values)
+
+    def _checkpointing(self) -> AbstractContextManager[None]:
+        """Where the config has no section, what the caller configured stays."""
+        said = "activation_checkpointing" in self.config.model_fields_set
+        return checkpointing.following(self.config.activation_checkpointing) if said else nullcontext()
 
     def _at_boundary(self) -> bool:
         """Whether the backwards of a whole step are done."""

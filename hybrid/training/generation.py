@@ -44,6 +44,7 @@ def hybrid_config(settings: TrainingConfig) -> HybridConfig:
         shard_ranks=zero.mics_shard_size if zero.mics_shard_size > 0 else None,
         compute_dtype="bfloat16" if settings.bf16.enabled else "float32",
         attn_implementation="sdpa",  # the caller's forwards have masks and padding
+        activation_checkpointing=settings.activation_checkpointing.layers,
         dropout=True,  # module.train() and module.eval() are the caller's
         device=settings.device,
         timeout_s=settings.timeout_s,

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hybrid import sharding
+from hybrid.checkpointing import recompute_in_backward
 from hybrid.mesh import Mesh
 from hybrid.training.config.dtypes import TORCH_NAMES, PrecisionPlan
 from hybrid.training.config.top import TrainingConfig
@@ -23,6 +24,10 @@ def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> Non
     plan, zero = settings.precision(), settings.zero_optimization
     _check_kept_over(zero.zero_hpz_partition_size, sharding.shard_count(mesh))
     dtypes = dtypes_of(module, plan)
+    units = find_units(module)
+    if settings.activation_checkpointing.layers and not units:
+        raise ValueError(f"activation_checkpointing.layers: {type(module).__name__} has no list of layers; call "
+                         "hybrid.checkpointing.checkpoint in its forward instead")  # fmt: skip
     _prepare_buffers(module, settings, mesh)
     layout = sharding.Layout(
         stage=zero.stage,
@@ -37,8 +42,10 @@ def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> Non
     if zero.offload_param.on:
         pin = zero.offload_param.pin_memory and mesh.device.type == "cuda"
         layout = replace(layout, offload=CPUOffloadPolicy(pin_memory=pin))
-    units = find_units(module)
     sharding.shard(module, layers=units, mesh=mesh, layout=layout)
+    if settings.activation_checkpointing.layers:
+        for unit in units:
+            recompute_in_backward(unit)
     cast_at_boundaries(dtypes, units)
 
 

@@ -8,7 +8,7 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from hybrid.config import Strict
 
@@ -75,5 +75,6 @@ def number_or_text(value: Any) -> float:
 
 
 Whole = Annotated[int, BeforeValidator(whole)]
+Count = Annotated[Whole, Field(ge=1)]
 WholeOrText = Annotated[int, BeforeValidator(whole_or_text)]
 NumberOrText = Annotated[float, BeforeValidator(number_or_text)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, field_validator, model_validator
 
 from hybrid.config import Strict
+from hybrid.training.config.fields import Count
 
 
 class ActivationCheckpointingConfig(Strict):
@@ -15,10 +16,11 @@ class ActivationCheckpointingConfig(Strict):
     )
     cpu_checkpointing: bool = Field(False, description="inputs of a checkpointed part wait in host memory")
     contiguous_memory_optimization: bool = Field(False, description="inputs of all checkpointed parts wait in one buffer")
-    number_checkpoints: int | None = Field(None, ge=1, description="how many parts that buffer is for")
+    number_checkpoints: Count | None = Field(None, description="how many parts that buffer is for")
     boundary_dtype: str | None = Field(
         None, description="ours: fp32 keeps the inputs of a checkpointed part in fp32; null: as they are"
     )
+    layers: bool = Field(False, description="ours: every layer is such a part, without a call in the model")
 
     @field_validator("boundary_dtype")
     @classmethod

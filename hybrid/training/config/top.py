@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from hybrid.config import Strict, describe_errors
 from hybrid.training.config.dtypes import AutocastConfig, DataTypesConfig, Dtype, ModuleRule, PrecisionPlan
-from hybrid.training.config.fields import Whole
+from hybrid.training.config.fields import Count
 from hybrid.training.config.foreign import KNOBS, ONLY, REFUSED
 from hybrid.training.config.load import ConfigSource, load
 from hybrid.training.config.monitoring import CommsLoggerConfig, FlopsProfilerConfig
@@ -30,7 +30,6 @@ from hybrid.training.config.sections import (
 from hybrid.training.config.zero import ZeroConfig
 
 AUTO = "auto"
-Count = Annotated[Whole, Field(ge=1)]
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
