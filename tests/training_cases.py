@@ -114,6 +114,8 @@ def plain_sgd(
             nn.utils.clip_grad_norm_(trained, max_norm)
         with torch.no_grad():
             for p in trained:
+                if p.grad is None:  # unused
+                    continue
                 p -= lr * p.grad
                 p.grad = None
     return {name: p.detach() for name, p in net.named_parameters()}

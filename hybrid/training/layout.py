@@ -16,6 +16,7 @@ from hybrid.mesh import Mesh
 from hybrid.training.config.dtypes import TORCH_NAMES, PrecisionPlan
 from hybrid.training.config.top import TrainingConfig
 from hybrid.training.precision import ModuleDtypes, cast_at_boundaries, dtypes_of, master_dtype
+from hybrid.training.release import release_at_last_use
 from hybrid.training.units import find_units
 
 
@@ -43,6 +44,8 @@ def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> Non
         pin = zero.offload_param.pin_memory and mesh.device.type == "cuda"
         layout = replace(layout, offload=CPUOffloadPolicy(pin_memory=pin))
     sharding.shard(module, layers=units, mesh=mesh, layout=layout)
+    if zero.stage in (0, 3):
+        release_at_last_use(units)
     if settings.activation_checkpointing.layers:
         for unit in units:
             recompute_in_backward(unit)
