@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,12 +62,15 @@ class Update:
             self._scale = 1.0 if self.scaler is None else float(self.scaler.scale)
         return loss if self._scale == 1.0 else loss * self._scale
 
-    def step(self, refuse: Callable[[list[str]], None] = lambda names: None) -> Stepped:
-        """Collective. `refuse` is called with the names of the gradients that are not finite, and may raise. Raises what the
-        scaler raises at its floor (LossScaleError), with the gradients dropped."""
+    def step(self, refuse: Callable[[list[str]], None] = lambda names: None, unused: Collection[str] = ()) -> Stepped:
+        """Collective. `refuse` is called with the names of the gradients that are not finite, and may raise. unused: parameters,
+        the same on every rank, that are not stepped on, whatever their gradients. Raises what the scaler raises at its floor
+        (LossScaleError), with the gradients dropped."""
         assert self.optimizer is not None, "an engine without an optimizer takes no step"
         scale, lr = (self._scale or 1.0) * self._divisor, float(self.optimizer.param_groups[0]["lr"])
         self._reduce_copies()
+        for name in unused:
+            self.parameters[name].grad = None
         norms = squared_norms(self.parameters, self.mesh)
         bad = not_finite(norms) if self.check else []
         norm = math.sqrt(sum(norms.values())) / scale

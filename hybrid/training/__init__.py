@@ -7,6 +7,7 @@ Rooms:
     layout      units, dtypes and host memory, as the config says
     units       which parts of a module are gathered together
     release     gathered weights freed at their last use in a backward
+    usage       which parameters a step reaches on any rank; whether all ranks ran the same layers
     precision   the dtype of each module, of its shards, and what is cast between them
     parameters  parameters and optimizers of the module as it came, found again after sharding
     generation  rollouts of the module that is trained

@@ -22,6 +22,7 @@ from hybrid.training.config.top import Effect, TrainingConfig
 from hybrid.training.generation import Rollouts
 from hybrid.training.meters import Meters, tokens_in
 from hybrid.training.scalars import open_scalars
+from hybrid.training.usage import Usage
 
 
 class TrainingEngine(nn.Module):
@@ -63,6 +64,7 @@ class TrainingEngine(nn.Module):
         self.skipped_steps = 0
         self.last: Stepped | None = None  # what the last boundary did
         self._update = update
+        self._usage = Usage(self.root, update.parameters, mesh)
         self._log = log
         self._last_loss: Tensor | None = None  # of this rank's last backward
         self._boundary: bool | None = None  # as the caller says, else by counting
@@ -121,17 +123,18 @@ class TrainingEngine(nn.Module):
     def step(self) -> None:
         """At a boundary: check, unscale, clip, step, advance the schedule. A gradient that is not finite is a step that no rank
         takes: weights, moments and rate stay, skipped_steps counts it. Raises LossScaleError where that comes at the lowest
-        loss scale, ValueError for a parameter without a gradient if those are not to be ignored."""
+        loss scale, ValueError for a parameter without a gradient if those are not to be ignored, and where ranks ran different
+        layers."""
         if self.optimizer is None:
             raise RuntimeError("step without an optimizer: give one to initialize, or a section `optimizer` in the config")
         if not self._at_boundary():
             return
         sharding.reshard(self.root)
-        self._check_used()
+        unused = self._unused()
         self._waiting = 0
         with self._meters.phase("step"):
             try:
-                self.last = stepped = self._update.step()
+                self.last = stepped = self._update.step(unused=unused)
             finally:
                 self._settle(taken=self.was_step_applied())
         self.global_steps += 1
@@ -177,14 +180,17 @@ class TrainingEngine(nn.Module):
         if self._update.mirror is not None:
             self._update.mirror.armed = boundary
 
-    def _check_used(self) -> None:
-        if self.config.zero_optimization.ignore_unused_parameters:
-            return
-        unused = [name for name, p in self._update.parameters.items() if p.requires_grad and p.grad is None]
-        if unused:
-            self._update.drop()
-            raise ValueError(f"no gradient reached {in_words(unused)}; freeze what is not used, or allow it: "
-                             "zero_optimization.ignore_unused_parameters: true")  # fmt: skip
+    def _unused(self) -> list[str]:
+        """What the step leaves alone, since no rank's backward reached it. Where this raises, there is no gradient any more."""
+        try:
+            unused = self._usage.nowhere()
+            if unused and not self.config.zero_optimization.ignore_unused_parameters:
+                raise ValueError(f"no gradient reached {in_words(unused)}; freeze what is not used, or allow it: "
+                                 "zero_optimization.ignore_unused_parameters: true")  # fmt: skip
+        except ValueError:
+            self.zero_grad()
+            raise
+        return unused
 
     @contextmanager
     def _dropping_on_error(self) -> Iterator[None]:
@@ -229,6 +235,7 @@ class TrainingEngine(nn.Module):
         self._settle(taken=False)
 
     def _settle(self, *, taken: bool) -> None:
+        self._usage.clear()
         for compressed in self._compressed:
             compressed.settle(taken=taken)
 

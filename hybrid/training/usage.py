@@ -1,0 +1,89 @@
+"""Which parameters the backwards of a step reach, on this rank and on any; and whether all ranks ran the same layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from hybrid import sharding
+from hybrid.mesh import Mesh
+from hybrid.optim.gradients import in_words
+
+_BASE, _MODULUS = 1_000_003, 2**31 - 1  # products stay exact, in Python and as float64
+
+
+class Usage:
+    """Lets a gradient that only some ranks have be reduced with zeros from the others, and remembers who had one: what no rank
+    has used is not to be stepped on, with zeros, by weight decay and momentum.
+
+    That is inside of layers. Those themselves are gathered and reduced one by one by all ranks together, each taking part when
+    it runs them: ranks that run different ones would mix one layer's gradient with another's, which is noticed at the step.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
+        """Of a sharded module; to be made once. parameters: its own, by the names that errors say."""
+        self._mesh = mesh
+        self._reached: set[str] = set()
+        self._order = 0  # a digest of the runs of this step
+        self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
+        names = {id(p): name for name, p in self._parameters.items()}
+        cast(FSDPModule, module).set_reduce_scatter_unused_params(True)
+        units = {path: unit for path, unit in module.named_modules() if isinstance(unit, FSDPModule) and unit is not module}
+        self._runs = dict.fromkeys(units, 0)
+        for number, (path, unit) in enumerate(units.items()):
+            unit.register_forward_pre_hook(self._counting(number + 1, path, unit), prepend=True)  # type: ignore[attr-defined]
+        states = dict.fromkeys(unit._get_fsdp_state() for unit in sharding.groups(module))
+        grouped = [group for state in states for group in state._fsdp_param_groups]
+        for group in grouped:
+            group.post_backward = self._noting(group, group.post_backward, names)  # type: ignore[method-assign]
+        held = {id(p.sharded_param) for group in grouped for p in group.fsdp_params}
+        self._copies = [name for name, p in self._parameters.items() if id(p) not in held]
+
+    def _counting(self, number: int, path: str, unit: FSDPModule) -> Callable[..., None]:
+        """Of runs in which ranks talk: those that gather, and those whose backward reduces."""
+        held = unit._get_fsdp_state()._fsdp_param_groups
+        cut = self._mesh.device_mesh.size(1) > 1
+
+        def hook(*_: Any) -> None:
+            if torch.is_grad_enabled() and any(group.reduce_grads or (cut and group.is_sharded) for group in held):
+                self._runs[path] += 1
+                self._order = (self._order * _BASE + number) % _MODULUS
+
+        return hook
+
+    def _noting(self, group: Any, plain: Callable[..., None], names: Mapping[int, str]) -> Callable[..., None]:
+        """The group's reduction, which notes first what it has of this rank."""
+        trained = {names[id(p.sharded_param)]: p for p in group.fsdp_params if id(p.sharded_param) in names}
+
+        def post_backward(*_: Any) -> None:
+            for name, p in trained.items():
+                whole = getattr(p, "_unsharded_param", None)
+                if p.unsharded_accumulated_grad is not None or (whole is not None and whole.grad is not None):
+                    self._reached.add(name)
+            plain()
+
+        return post_backward
+
+    def nowhere(self) -> list[str]:
+        """Collective: the trained parameters that no rank's backward has reached since `clear`. Raises ValueError, on every rank,
+        where ranks ran different layers."""
+        reached = self._reached.union(name for name in self._copies if self._parameters[name].grad is not None)
+        runs = [float(count) for count in (self._order, *self._runs.values())]
+        found = self._mesh.max([*(float(name in reached) for name in self._parameters), *runs, *(-count for count in runs)])
+        used, most, least = found[: len(self._parameters)], found[-2 * len(runs) : -len(runs)], found[-len(runs) :]
+        if most[0] != -least[0]:
+            different = [path for path, a, b in zip(self._runs, most[1:], least[1:], strict=True) if a != -b]
+            raise ValueError(
+                f"ranks ran different layers ({in_words(different) or 'in different orders'}), whose gradients are mixed; let "
+                "every rank run each layer, or put those that take turns into one module of a list"
+            )
+        return [name for name, each in zip(self._parameters, used, strict=True) if not each]
+
+    def clear(self) -> None:
+        self._reached.clear()
+        self._order = 0
+        self._runs = dict.fromkeys(self._runs, 0)
