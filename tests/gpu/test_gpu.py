@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextvars
+import gc
 
 import pytest
 import torch
 from tiny import save_tiny
 
+from hybrid import checkpointing
 from inference_v2 import InferenceEngine, SamplingParams
 from inference_v2.config import EngineConfig
 from inference_v2.kernels import get_kernels
@@ -51,3 +54,20 @@ def test_graphs_follow_moved_and_refreshed_weights(tmp_path) -> None:
         if move is not None:
             move()
         weights.refresh(load_model(tmp_path / "ab"[version % 2]).source, version=version)
+
+
+def test_inputs_of_a_checkpointed_part_wait_in_pinned_host_memory() -> None:
+    def check() -> None:
+        checkpointing.configure(checkpoint_in_cpu=True)
+        part = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)).cuda()
+        x = torch.randn(7, 64, device="cuda", requires_grad=True)
+        torch.manual_seed(1)
+        (expected,) = torch.autograd.grad(part(x * 2).square().sum(), x)
+        torch.manual_seed(1)
+        out = checkpointing.checkpoint(part, x * 2)
+        gc.collect()
+        waits = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape == x.shape and t.device.type == "cpu"]
+        assert [t.is_pinned() for t in waits] == [True]
+        assert torch.equal(*torch.autograd.grad(out.square().sum(), x), expected)
+
+    contextvars.copy_context().run(check)
