@@ -32,7 +32,9 @@ class HostMirror:
         device = next((p.device for p in self._pairs), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pin = pin and self._stream is not None
-        self._copies: dict[nn.Parameter, tuple[Tensor, tuple[int, int]]] = {}  # of gradients, on their way; the version of what was copied
+        self._copies: dict[
+            nn.Parameter, tuple[Tensor, tuple[int, int]]
+        ] = {}  # of gradients, on their way; the version of what was copied
         self.armed = False  # whether the next gradients are a step's last
         for parameter in self._pairs:
             if isinstance(parameter, DTensor):

@@ -133,10 +133,12 @@ class TrainingEngine(nn.Module):
         unused = self._unused()
         self._waiting = 0
         with self._meters.phase("step"):
+            taken = False
             try:
                 self.last = stepped = self._update.step(unused=unused)
+                taken = not stepped.skipped
             finally:
-                self._settle(taken=self.was_step_applied())
+                self._settle(taken=taken)
         self.global_steps += 1
         if stepped.skipped:
             self.skipped_steps += 1
