@@ -15,7 +15,7 @@ Rooms:
     runner      what `generating()` yields; ranks in lock step
     module_copy rollouts of model types outside the registry
     engine      HybridEngine: generate, score, forward_backward, optim_step, save / load, save_pretrained
-    checkpoint  sharded checkpoints without pickles (rng: the generators in them)
+    checkpoint  sharded checkpoints without pickles (rng: the generators in them; checkpoint_files: what is checked)
     export      HF folders, tensor by tensor (safetensors_stream: the file format)
     folders     folders that are there whole or not at all, agreed on by all ranks
     training/   the engine behind initialize: any module, DeepSpeed's keys and loop

@@ -1,7 +1,7 @@
 """Sharded checkpoints: each rank writes its own shards as safetensors, the rest is JSON; nothing is ever pickled.
 
 step_N/
-    state.json                  format, world size, weight version, the caller's JSON, the list of files with their sizes
+    state.json                  format, world size, weight version, the caller's JSON, sizes and checksums of all files
     shards/*.safetensors        model.NAME, optim.STATE.NAME, ema.NAME (torch.distributed.checkpoint's safetensors storage),
                                 and of another trained model, a critic say, critic.model.NAME, critic.optim.STATE.NAME
     rng/rank_00000.safetensors  generators of each rank
@@ -15,49 +15,35 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from hybrid import rng
+from hybrid.checkpoint_files import FORMAT, check_files, read_header, write_checksums, write_header
 from hybrid.folders import recover, recover_all, remove_folder, sweep_all, write_folder
 from hybrid.mesh import describe, first_error, get_rank, get_world_size
 from hybrid.optim import state as optim_state
 
-FORMAT = 1
 SHARD_FILE_BYTES = 32 * 2**20  # the storage serialises one file at a time in memory: this bounds what saving adds to the shards
-PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp", ".metadata")
-PICKLE_STARTS = (b"PK\x03\x04", *(b"\x80" + bytes([protocol]) for protocol in range(2, 6)))
 
 log = logging.getLogger(__name__)
-
-
-class _Header(BaseModel):
-    """What `state.json` holds."""
-
-    model_config = ConfigDict(strict=True)
-
-    format: Literal[1]
-    world_size: int
-    weight_version: int
-    optimizer: dict[str, str | list[str]]  # see optim_state.header
-    others: dict[str, dict[str, str | list[str]]] = {}  # the same of each other trained model
-    scalars: list[str]
-    state: dict[str, Any]
-    files: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -75,7 +61,21 @@ class LoadedCheckpoint:
     state: dict[str, Any]  # the caller's JSON, as it was given to save_checkpoint
     weight_version: int
     world_size: int  # of the run that saved
-    rng_restored: bool  # False: the rank count differs, so the generators were seeded anew
+    rng_restored: bool  # False: the rank count differs, so the generators were seeded anew, or they were not asked for
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What one rank has to write: its tensors (its shards of DTensors), the header, its random generators."""
+
+    tensors: dict[str, Tensor]
+    header: dict[str, Any]
+    generators: dict[str, Tensor]
+
+    def on_host(self) -> Contents:
+        """The same, in memory that nobody else writes to: training may go on meanwhile."""
+        copies = {name: tensor.to("cpu", copy=True) for name, tensor in self.tensors.items()}
+        return Contents(copies, self.header, self.generators)
 
 
 def save_checkpoint(
@@ -97,6 +97,23 @@ def save_checkpoint(
     cannot write (a full disk, say): nothing of the new one is left then and older ones are untouched. Raises ValueError for
     a state that is not JSON.
     """
+    gathered = gather_contents(
+        model=model, optimizer=optimizer, ema=ema, others=others, state=state, weight_version=weight_version, group=group
+    )
+    write_checkpoint(path, gathered, group=group)
+
+
+def gather_contents(
+    *,
+    model: Mapping[str, Tensor],
+    optimizer: torch.optim.Optimizer | None = None,
+    ema: Mapping[str, Tensor] | None = None,
+    others: Mapping[str, Trained] = MappingProxyType({}),
+    state: Mapping[str, Any] | None = None,
+    weight_version: int = 0,
+    group: dist.ProcessGroup | None = None,
+) -> Contents:
+    """The first half of `save_checkpoint`: no collective, nothing is written, no tensor is copied."""
     tensors = _named("model", model) | _named("ema", ema or {})
     if optimizer is not None:
         tensors |= _named("optim", optim_state.tensors(optimizer, model))
@@ -117,18 +134,37 @@ def save_checkpoint(
         json.dumps(header, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the state of a checkpoint must be JSON without NaN: {error}") from error
+    return Contents(tensors, header, rng.capture())
+
+
+def write_checkpoint(path: str | os.PathLike[str], contents: Contents, *, group: dist.ProcessGroup | None = None) -> None:
+    """The other half. Collective over `group` only."""
+    tensors, rank = contents.tensors, get_rank(group)
 
     def write(folder: Path) -> None:
-        writer = HuggingFaceStorageWriter(str(folder / "shards"), _file_of_each(tensors), save_distributed=True)
+        writer = _NotingWriter(str(folder / "shards"), _file_of_each(tensors), save_distributed=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.save(_with_dimension(tensors), storage_writer=writer, process_group=group)
-        rng.save(folder / "rng" / f"rank_{get_rank(group):05d}.safetensors")
+        rng.save(folder / _generators_of(rank), contents.generators)
+        write_checksums(folder, [_generators_of(rank), *(f"shards/{name}" for name in writer.written)], rank)
 
-    def finish(folder: Path) -> None:
-        (folder / "state.json").write_text(json.dumps(header | {"files": _files(folder)}, indent=1), encoding="utf-8")
+    write_folder(path, write, finish=lambda folder: write_header(folder, contents.header), group=group)
 
-    write_folder(path, write, finish=finish, group=group)
+
+class _NotingWriter(HuggingFaceStorageWriter):
+    """Knows which files this rank wrote."""
+
+    written: tuple[str, ...] = ()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done = super().write_data(plan, planner)
+        self.written = tuple(sorted({result.storage_data.relative_path for result in done.wait()}))
+        return done
+
+
+def _generators_of(rank: int) -> str:
+    return f"rng/rank_{rank:05d}.safetensors"
 
 
 def load_checkpoint(
@@ -140,39 +176,46 @@ def load_checkpoint(
     others: Mapping[str, Trained] = MappingProxyType({}),
     state_keys: Collection[str] = (),
     check_state: Callable[[dict[str, Any]], None] = lambda state: None,
+    may_lack: Callable[[dict[str, Any]], Collection[str]] = lambda state: (),
+    strict: bool = True,
+    restore_generators: bool = True,
     seed: int = 0,
     group: dist.ProcessGroup | None = None,
 ) -> LoadedCheckpoint:
     """Collective: fills the given tensors in place, at any rank count; a group that is not given (None) is not read.
 
     At the rank count of the save every generator is restored; at another, they are seeded from (seed, weight version, rank),
-    which is said once. Raises ValueError, the same on every rank and before any tensor changes, for a folder that is not a
-    whole checkpoint, holds a pickle, whose state lacks one of `state_keys` or is refused by `check_state` (with a ValueError), or
-    whose names, shapes or dtypes do not fit.
+    which is said once; with restore_generators=False neither. Of `model`, names that `may_lack` gives for the checkpoint's state
+    need not be in it, and with strict=False no name needs to be on both sides: what is there is read, the rest is said.
+
+    Raises ValueError, the same on every rank and before any tensor changes, for a folder that is not a whole checkpoint, has a
+    byte that differs from what was saved, holds a pickle, whose state lacks one of `state_keys` or is refused by `check_state`
+    (with a ValueError), or whose names, shapes or dtypes do not fit.
     """
     path = Path(path)
     if get_rank(group) == 0:
         recover(path)
     first_error(None, group)  # a barrier: no rank looks before that
-    try:
+    with _agreed(group):
         header = read_header(path)
+        check_files(path, header, rank=get_rank(group), ranks=get_world_size(group))
+    with _agreed(group):
         if lacking := sorted(set(state_keys) - header["state"].keys()):
             raise ValueError(f"{path}: its state lacks {lacking}; it was saved by something else")
         check_state(header["state"])
         saved = _saved_tensors(path, header)
+        model_there = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+        optional = model.keys() if not strict else may_lack(header["state"])
         slots = {} if optimizer is None else optim_state.slots(optimizer, model, saved, header["scalars"], header["optimizer"])
-        tensors = _named("model", model) | _named("optim", slots) | _named("ema", ema or {})
+        wanted = {name: tensor for name, tensor in model.items() if name in model_there or name not in optional}
+        tensors = _named("model", wanted) | _named("optim", slots) | _named("ema", ema or {})
         if lacking := sorted(others.keys() - header.get("others", {}).keys()):
             raise ValueError(f"{path} holds no {', '.join(lacking)} beside the policy; resume with the recipe that saved it")
         slots_of = {name: _slots_of(name, other, saved, header) for name, other in others.items()}
         for name, other in others.items():
             tensors |= _named(f"{name}.model", other.model) | _named(f"{name}.optim", slots_of[name])
-        _check_fit(path, tensors, saved, header["scalars"])
-    except Exception as error:
-        first_error(error, group)  # the other ranks wait there
-        raise
-    if (line := first_error(None, group)) is not None:
-        raise ValueError(line)
+        surplus = set() if strict else {f"model.{name}" for name in model_there - model.keys()}
+        _check_fit(path, tensors, {name: held for name, held in saved.items() if name not in surplus}, header["scalars"])
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -184,10 +227,12 @@ def load_checkpoint(
         optim_state.fill(optimizer, model, slots)
     for name, other in others.items():
         optim_state.fill(other.optimizer, other.model, slots_of[name])
-    same_ranks = header["world_size"] == get_world_size(group)
+    if not strict and (surplus or wanted.keys() != model.keys()) and get_rank(group) == 0:
+        log.warning("%s: not in it, and kept: %s; only in it: %s", path, sorted(model.keys() - wanted.keys()), sorted(surplus))
+    same_ranks = restore_generators and header["world_size"] == get_world_size(group)
     if same_ranks:
-        rng.load(path / "rng" / f"rank_{get_rank(group):05d}.safetensors")
-    else:
+        rng.load(path / _generators_of(get_rank(group)))
+    elif restore_generators:
         rng.seed_all(seed, header["weight_version"], get_rank(group))
         if get_rank(group) == 0:
             log.warning(
@@ -195,6 +240,18 @@ def load_checkpoint(
                 *(path, header["world_size"], get_world_size(group), seed),
             )
     return LoadedCheckpoint(header["state"], header["weight_version"], header["world_size"], same_ranks)
+
+
+@contextmanager
+def _agreed(group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Collective at the end: an exception inside on any rank is one on every rank."""
+    try:
+        yield
+    except Exception as error:
+        first_error(error, group)  # the other ranks wait there
+        raise
+    if (line := first_error(None, group)) is not None:
+        raise ValueError(line)
 
 
 def last_checkpoint(run_dir: str | os.PathLike[str]) -> Path | None:
@@ -247,44 +304,6 @@ def _file_of_each(tensors: Mapping[str, Tensor]) -> dict[str, int]:
         files[name] = index
         filled += size
     return files
-
-
-def read_header(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """`state.json` of a checkpoint whose files are all there, whole, and no pickle. Raises ValueError with one line."""
-    path = Path(path)
-    refuse_pickles(path)
-    try:
-        header = json.loads((path / "state.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{path} is not a whole checkpoint: state.json: {error.strerror}; use another step") from error
-    except ValueError as error:
-        raise ValueError(f"{path}/state.json is not JSON: {error}; use another step") from error
-    try:
-        _Header.model_validate(header)
-    except ValidationError as error:
-        what = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:3])
-        raise ValueError(f"{path}/state.json is not of checkpoint format {FORMAT}, which this version reads ({what})") from None
-    found = _files(path)
-    for name, size in header["files"].items():
-        if found.get(name) != size:
-            what = "missing" if name not in found else f"truncated: {found[name]} of {size} bytes"
-            raise ValueError(f"{path}: {name} is {what}; use an older checkpoint")
-    if strange := sorted(name for name in found.keys() - header["files"].keys() if name.endswith(".safetensors")):
-        raise ValueError(f"{path} holds files that it was not saved with: {strange}; remove them")
-    return header
-
-
-def _files(folder: Path) -> dict[str, int]:
-    return {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-
-
-def refuse_pickles(path: str | os.PathLike[str]) -> None:
-    """Raises ValueError naming the first file below `path` that is or may be a pickle. Opens none of them as one."""
-    for file in sorted(p for p in Path(path).rglob("*") if p.is_file() and p.suffix != ".safetensors"):
-        with file.open("rb") as stream:
-            start = stream.read(4)
-        if file.suffix in PICKLE_SUFFIXES or file.name in PICKLE_SUFFIXES or start.startswith(PICKLE_STARTS):
-            raise ValueError(f"{file} is a pickle, which can run code when read; only safetensors and JSON are allowed there")
 
 
 def _saved_tensors(path: Path, header: Mapping[str, Any]) -> dict[str, TensorStorageMetadata]:

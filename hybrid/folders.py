@@ -119,6 +119,17 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(deleted)
 
 
+def replace_text(path: Path, text: str) -> None:
+    """A small file, with the old text or the new one at any moment, and on the disk when this returns."""
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync_folder(path.parent)
+
+
 def sync_tree(folder: Path) -> None:
     """Everything below `folder` is on the disk when this returns."""
     for root, _, files in os.walk(folder):

@@ -50,9 +50,10 @@ def seed_all(*entropy: int) -> None:
     np.random.seed(words[2] & 0xFFFFFFFF)
 
 
-def save(path: str | os.PathLike[str]) -> None:
+def save(path: str | os.PathLike[str], state: dict[str, Tensor] | None = None) -> None:
+    """A captured state, or the present one."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    save_file(capture(), path)
+    save_file(capture() if state is None else state, path)
 
 
 def load(path: str | os.PathLike[str]) -> None:

@@ -33,6 +33,16 @@ def tensors(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Tens
     }
 
 
+def values(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Any]:
+    """What of its state is no tensor (the step counts of some optimizers), by `STATE.PARAMETER`."""
+    return {
+        f"{key}.{name}": value
+        for name, parameter in parameter_names(optimizer, model).items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if not isinstance(value, Tensor)
+    }
+
+
 def header(optimizer: Optimizer, model: Mapping[str, Tensor]) -> dict[str, Any]:
     """What is no tensor (JSON): the kind and the parameters' names. Hyper-parameters are the config's."""
     return {"kind": type(optimizer).__name__, "parameters": list(parameter_names(optimizer, model))}
@@ -72,7 +82,9 @@ def slots(
         if isinstance(own, Tensor) and (own.shape, own.dtype) == (shape, dtype):
             found[slot] = own
         elif full_name in scalars:
-            device = parameter.device if id(parameter) in on_device else torch.device("cpu")  # where torch keeps them
+            of_weights = parameter.ndim == 0 and key != "step"  # the moments of a parameter without a dimension
+            # else a count, where torch keeps them
+            device = parameter.device if id(parameter) in on_device or of_weights else torch.device("cpu")
             found[slot] = torch.zeros((), dtype=dtype, device=device)
         else:
             found[slot] = zeros_beside(parameter, shape, dtype)

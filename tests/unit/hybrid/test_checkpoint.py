@@ -395,8 +395,48 @@ def test_a_truncated_shard_is_one_clear_line(tmp_path: Path) -> None:
     assert f"{name} is truncated: {len(whole_file) - 10} of {len(whole_file)} bytes" in _message_of_load(str(tmp_path / "c"))
     shard.write_bytes(b"\xff" * len(whole_file))
     message = _message_of_load(str(tmp_path / "c"))
-    assert f"{name} cannot be read" in message
+    assert f"{name} is damaged: its checksum differs" in message
     assert "\n" not in message
+
+
+def test_a_flipped_byte_in_any_file_is_named_before_anything_changes(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(save_on_rank, str(tmp_path / "c"))
+    files = [p for p in (tmp_path / "c").rglob("*") if p.is_file()]
+    assert len(files) == 5
+    for file in files:
+        held = file.read_bytes()
+        is_header = file.name == "state.json"  # a byte of whose form is noticed before its checksum
+        what = file.name if is_header else f"{file.relative_to(tmp_path / 'c')} is damaged: its checksum differs"
+        for place in (len(held) - 1, len(held) // 2, 9):
+            file.write_bytes(held[:place] + bytes([held[place] ^ 1]) + held[place + 1 :])
+            first, second = pool2.run(_message_and_change_of_load, str(tmp_path / "c"))
+            assert first == second
+            assert what in first[0], (place, first)
+            assert not first[1]
+        file.write_bytes(held)
+    pool2.run(load_on_rank, str(tmp_path / "c"))
+    header = json.loads((tmp_path / "c" / "state.json").read_text())
+    (tmp_path / "c" / "state.json").write_text(json.dumps(header | {"weight_version": 6}))
+    assert "state.json is damaged: its checksum differs" in _message_and_change_of_load(str(tmp_path / "c"))[0]
+
+
+def _message_and_change_of_load(path: str) -> tuple[str, bool]:
+    net, optimizer = build(1)
+    before, drawn = everything(net, optimizer), torch.get_rng_state()
+    with pytest.raises(ValueError) as caught:
+        load_checkpoint(path, model=named(net), optimizer=optimizer)
+    changed = everything(net, optimizer) != before or not torch.equal(torch.get_rng_state(), drawn)
+    return str(caught.value).removeprefix("rank 0: ").removeprefix("rank 1: "), changed
+
+
+def test_a_checkpoint_of_format_1_without_checksums_still_loads(pool2: Pool, tmp_path: Path) -> None:
+    saved = pool2.run(save_on_rank, str(tmp_path / "c"))
+    text = tmp_path / "c" / "state.json"
+    header = json.loads(text.read_text())
+    assert header.pop("checksums").keys() == header["files"].keys()
+    header.pop("checksum")
+    text.write_text(json.dumps(header | {"format": 1}))
+    assert [values for values, _ in pool2.run(load_on_rank, str(tmp_path / "c"))] == saved
 
 
 def test_a_shard_of_another_run_is_not_mixed_in(tmp_path: Path) -> None:
