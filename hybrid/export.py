@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybrid.folders import others, write_folder
+from hybrid.folders import PARTIAL, FolderError, others, replace_file, write_folder
 from hybrid.mesh import first_error, get_rank
 from hybrid.safetensors_stream import TensorInfo, write_safetensors
 
@@ -99,6 +99,34 @@ def save_pretrained(
             tokenizer.save_pretrained(folder)
 
     write_folder(path, write, finish=finish, group=group)
+
+
+def save_weights(
+    path: str | os.PathLike[str],
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Collective: one safetensors file, whole or not at all, of `tensors` as `save_pretrained` takes them, gathered one by one.
+    Raises FolderError on every rank if it cannot be written."""
+    path = Path(path)
+    entries = sorted(_given(tensors, dtype), key=lambda entry: -entry.info.dtype.itemsize)
+    reads = (entry.read() for entry in entries)
+    partial = path.with_name(f".{path.name}{PARTIAL}")
+    error: Exception | None = None
+    try:
+        if get_rank(group) == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_safetensors(partial, [entry.info for entry in entries], reads)
+            replace_file(partial, path)
+    except OSError as caught:
+        error = caught
+        partial.unlink(missing_ok=True)
+    finally:
+        deque(reads, maxlen=0)  # as above
+    if (line := first_error(error, group)) is not None:
+        raise FolderError(f"could not write {path}: {line}") from error
 
 
 def _given(

@@ -122,9 +122,13 @@ def remove_folder(path: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """A small file, with the old text or the new one at any moment, and on the disk when this returns."""
     partial = path.with_name(f".{path.name}{PARTIAL}")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
+    partial.write_text(text, encoding="utf-8")
+    replace_file(partial, path)
+
+
+def replace_file(partial: Path, path: Path) -> None:
+    """A file written beside its place takes it, at once and on the disk."""
+    with partial.open("rb") as file:
         os.fsync(file.fileno())
     os.replace(partial, path)
     _sync_folder(path.parent)

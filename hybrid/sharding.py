@@ -167,6 +167,16 @@ def discard_waiting(module: nn.Module) -> None:
                     held._unsharded_param.grad = None
 
 
+def drop_gradients(module: nn.Module) -> None:
+    """Forget gradients that stages 0 and 1 have added up on whole weights and not reduced. Those on shards are the caller's."""
+    for group in groups(module):
+        for held in group._get_fsdp_state()._fsdp_param_groups:
+            for parameter in held.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):  # gathered before
+                    parameter._unsharded_param.grad = None
+
+
 def outside_inference_mode() -> AbstractContextManager[object]:
     """What is gathered in the caller's torch.inference_mode() could not be trained afterwards: leave it for a while."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
@@ -186,6 +196,13 @@ def local_rows(rows: int, world_size: int, rank: int) -> slice:
     """The rows of dimension 0 that shard `rank` of `world_size` holds: ceil(rows / W) each, the last ranks fewer or none."""
     step = -(-rows // world_size)
     return slice(min(rank * step, rows), min((rank + 1) * step, rows))
+
+
+def own_rows(tensor: DTensor) -> slice:
+    """The rows of dimension 0 of a sharded parameter, or of a tensor cut like one, that this rank holds."""
+    mesh = tensor.device_mesh
+    shard_dim = mesh.ndim - 1  # of ("replicate", "shard"), or of ("shard",)
+    return local_rows(tensor.shape[0], mesh.size(shard_dim), mesh.get_local_rank(shard_dim))
 
 
 def shard_count(mesh: Mesh) -> int:

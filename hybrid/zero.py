@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hybrid.optim.host import COPY
-from hybrid.sharding import local, local_rows
+from hybrid.sharding import local, own_rows
 
 log = logging.getLogger(__name__)
 _OWNERS = "hybrid_owners"  # attribute of a sharded parameter: the (module, name) that hold it
@@ -67,9 +67,7 @@ def _take(parameter: nn.Parameter, whole: torch.Tensor, rank: int) -> None:
     """This rank's rows of the value that `rank` has."""
     assert isinstance(parameter, DTensor)
     dist.broadcast(whole, rank)
-    mesh = parameter.device_mesh
-    shard_dim = mesh.ndim - 1  # of ("replicate", "shard"), or of ("shard",)
-    rows = local_rows(whole.shape[0], mesh.size(shard_dim), mesh.get_local_rank(shard_dim))
+    rows = own_rows(parameter)
     local(parameter).copy_(whole[rows])
     if (copy := parameter.__dict__.get(COPY)) is not None:
         local(copy).copy_(whole[rows])
