@@ -167,16 +167,6 @@ def discard_waiting(module: nn.Module) -> None:
                     held._unsharded_param.grad = None
 
 
-def drop_gradients(module: nn.Module) -> None:
-    """Forget gradients that stages 0 and 1 have added up on whole weights and not reduced. Those on shards are the caller's."""
-    for group in groups(module):
-        for held in group._get_fsdp_state()._fsdp_param_groups:
-            for parameter in held.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
-                if hasattr(parameter, "_unsharded_param"):  # gathered before
-                    parameter._unsharded_param.grad = None
-
-
 def outside_inference_mode() -> AbstractContextManager[object]:
     """What is gathered in the caller's torch.inference_mode() could not be trained afterwards: leave it for a while."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()

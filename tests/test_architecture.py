@@ -40,6 +40,7 @@ NO_TORCH = (
 )
 FORBIDDEN_MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "yaml.load", "yaml.unsafe_load", "yaml.full_load", "os.system"}
+UNPICKLES = "hybrid/training/universal.py"  # DeepSpeed's files, by torch's restricted unpickler; its docstring says why
 
 
 def test_imports_flow_one_way():
@@ -66,7 +67,9 @@ def test_nothing_unpickles_evaluates_or_loads_yaml_objects(path):
             names = set()
         assert not names & FORBIDDEN_MODULES, f"{path}:{node.lineno}"
         if isinstance(node, ast.Call):
-            assert ast.unparse(node.func) not in FORBIDDEN_CALLS, f"{path}:{node.lineno}"
+            restricted = {k.arg: ast.unparse(k.value) for k in node.keywords}.get("weights_only") == "True"
+            allowed = {"torch.load"} if restricted and path == ROOT / UNPICKLES else set()
+            assert ast.unparse(node.func) not in FORBIDDEN_CALLS - allowed, f"{path}:{node.lineno}"
             assert not any(k.arg == "shell" and ast.unparse(k.value) == "True" for k in node.keywords), f"{path}:{node.lineno}"
 
 

@@ -56,11 +56,6 @@ class Update:
         self._copies = [p for p in parameters.values() if p.requires_grad and not isinstance(p, DTensor)]
         self._scale: float | None = None  # of the losses whose gradients wait
 
-    @property
-    def pending(self) -> bool:
-        """Whether a backward of the next step was started, and not dropped since."""
-        return self._scale is not None
-
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss (fp32 or fp64) to start a backward from. All losses of a step get the scale of the first."""
         if self._scale is None:

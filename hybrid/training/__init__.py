@@ -15,4 +15,7 @@ Rooms:
     meters      phases, throughput, operations, collectives
     scalars     loggers
     data        the training data's loader
+    checkpoints save_checkpoint and load_checkpoint (engine_state, json_values: what is not a tensor; background: asynchronous
+                saves; hf_folder, universal: other folders that are read)
+    weights     save_16bit_model, module_state_dict
 """

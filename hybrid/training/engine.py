@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,6 +18,8 @@ from hybrid.optim.update import Stepped, Update
 from hybrid.policy import PlainCall
 from hybrid.profiling.comms import CommsLogger
 from hybrid.profiling.flops import FlopsProfiler
+from hybrid.training import checkpoints, weights
+from hybrid.training.background import Background
 from hybrid.training.compression import compress
 from hybrid.training.config.top import Effect, TrainingConfig
 from hybrid.training.generation import Rollouts
@@ -67,6 +70,7 @@ class TrainingEngine(nn.Module):
         self._usage = Usage(self.root, update.parameters, mesh)
         self._log = log
         self._last_loss: Tensor | None = None  # of this rank's last backward
+        self._background = Background()  # of asynchronous saves
         self._boundary: bool | None = None  # as the caller says, else by counting
 
     # -- the loop
@@ -241,6 +245,70 @@ class TrainingEngine(nn.Module):
         for compressed in self._compressed:
             compressed.settle(taken=taken)
 
+    # -- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Collective: all that training goes on from, to SAVE_DIR/TAG, whole or not at all; then SAVE_DIR/latest names it.
+
+        tag: None: global_step{N}; whether ranks may give different ones is checkpoint.tag_validation's to say; rank 0's counts.
+        client_state: plain values of the caller's (rank 0's), which load_checkpoint returns. With checkpoint.async_save this
+        returns when tensors are copied to host memory; the next checkpoint verb, or wait_for_checkpoint, raises what the writing
+        met. Returns True.
+
+        Raises ValueError, on every rank if on any and before anything is written, for an empty save_dir, a bad tag, a
+        client_state that is no JSON, and between the backwards of a step, whose gradients no checkpoint holds; FolderError where
+        it cannot be written: what stood there before still stands.
+        """
+        return checkpoints.save_checkpoint(self, save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Collective: (folder, client_state), from any rank count, ZeRO stage and off-load. tag: None: what `latest` names; where
+        there is no such file, (None, {}) and a warning. A folder of Hugging Face's (config.json and safetensors) gives weights
+        alone, and with checkpoint.load_universal one of DeepSpeed's universal checkpoints is read. Gradients are dropped.
+
+        load_module_strict=False: names may be on one side only. load_module_only: weights alone, no counters and no generators.
+        load_optimizer_states: moments, the groups' rates and the loss scale.
+
+        Raises ValueError, the same on every rank and before anything changes, for what is damaged or does not fit.
+        """
+        return checkpoints.load_checkpoint(
+            self, load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+
+    def wait_for_checkpoint(self) -> None:
+        """Until an asynchronous save is on the disk; call it before the process group is destroyed (the end of the process waits
+        by itself). Raises what the writing met; then `latest` names the save before."""
+        self._background.wait()
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "model.safetensors",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Collective: weights and buffers as one safetensors file, in the dtype that computes. False, with a warning, at stage 3
+        without stage3_gather_16bit_weights_on_model_save. Raises ValueError for another kind of file."""
+        return weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """Collective: the module's state dict, whole on every rank, in host memory and the masters' dtype."""
+        return weights.module_state_dict(self, exclude_frozen_parameters)
+
     # -- what it is
 
     @property
@@ -323,7 +391,8 @@ class TrainingEngine(nn.Module):
         return [] if self.optimizer is None else self.optimizer.param_groups
 
     def destroy(self) -> None:
-        """Close logs and free the generator's memory. The process group stays."""
+        """Wait for a save that is being written, close logs and free the generator's memory. The process group stays."""
+        self._background.close()
         self._meters.close()
         for scalars in self._scalars:
             scalars.close()
