@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 def add_argument():
     parser = argparse.ArgumentParser(description="digits")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--save_dir", type=str)
     parser = deepspeed.add_config_arguments(parser)
     return parser.parse_args()
