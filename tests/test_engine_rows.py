@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-REQUIRED = set("""R02 R05 R08 R09 R10 R12 R20 R22 R32 R34 R41 R42 R48 R54 R56 S01 S02 S03 S04 S05 S06 S07 S08 S09 S10 S13 S14
-                  D8 D13 D14""".split())
+REQUIRED = set(
+    """R02 R05 R08 R09 R10 R12 R20 R22 R32 R34 R41 R42 R48 R54 R56 S01 S02 S03 S04 S05 S06 S07 S08 S09 S10 S13 S14
+                  D8 D13 D14""".split()
+)
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in (TESTS.parent / "docs/engine_rows.md").read_text().splitlines()

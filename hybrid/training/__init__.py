@@ -3,7 +3,7 @@
 Rooms:
     config/     the keys, typed and checked (no torch)
     start       initialize: config, module, optimizer, schedule and data to one engine
-    engine      TrainingEngine: the loop's verbs
+    engine      TrainingEngine: the loop's verbs (facts: what one may ask of it)
     layout      units, dtypes and host memory, as the config says
     units       which parts of a module are gathered together
     release     gathered weights freed at their last use in a backward

@@ -16,19 +16,18 @@ from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
 from hybrid.policy import PlainCall
-from hybrid.profiling.comms import CommsLogger
-from hybrid.profiling.flops import FlopsProfiler
 from hybrid.training import checkpoints, weights
 from hybrid.training.background import Background
 from hybrid.training.compression import compress
 from hybrid.training.config.top import Effect, TrainingConfig
+from hybrid.training.facts import EngineFacts
 from hybrid.training.generation import Rollouts
 from hybrid.training.meters import Meters, tokens_in
 from hybrid.training.scalars import open_scalars
 from hybrid.training.usage import Usage
 
 
-class TrainingEngine(nn.Module):
+class TrainingEngine(EngineFacts):
     """One sharded module with its optimizer. All verbs are collective: every rank calls them in the same order.
 
     `engine(...)` is the module's forward; `engine.backward(loss)` adds gradients, of the mean over ranks and over the
@@ -49,24 +48,14 @@ class TrainingEngine(nn.Module):
         log: logging.Logger,
     ) -> None:
         """root: what is called to run the module, if not itself (it gathers what the module's own layers do not)."""
-        super().__init__()
-        self.module = module
-        self._roots = (module if root is None else root,)  # in a tuple: no second child with the same parameters
+        super().__init__(module, config, mesh, update, Meters(module, config, mesh, log), root=root, effects=effects)
         self._rollouts = rollouts
         if rollouts is not None:  # scripts call it there; transformers' own would run a module in pieces
             module.__dict__["generate"] = self.generate
         self._scalars = open_scalars(config, mesh.rank)
-        self._meters = Meters(module, config, mesh, log)
         section = config.gradient_compression
         self._compressed = compress(self.root, section.ratio, error_feedback=section.error_feedback) if section.ratio < 1 else []
-        self.config, self.mesh, self.effects = config, mesh, tuple(effects)
-        self.global_steps = 0  # boundaries passed, skipped ones too
-        self.global_samples = 0
-        self.micro_steps = 0  # backwards
         self._waiting = 0  # backwards whose gradients wait for a step
-        self.skipped_steps = 0
-        self.last: Stepped | None = None  # what the last boundary did
-        self._update = update
         self._usage = Usage(self.root, update.parameters, mesh)
         self._log = log
         self._last_loss: Tensor | None = None  # of this rank's last backward
@@ -309,87 +298,6 @@ class TrainingEngine(nn.Module):
         """Collective: the module's state dict, whole on every rank, in host memory and the masters' dtype."""
         return weights.module_state_dict(self, exclude_frozen_parameters)
 
-    # -- what it is
-
-    @property
-    def root(self) -> nn.Module:
-        """The sharded module that is called, of which `module` is a part or the whole."""
-        return self._roots[0]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer | None:
-        """None: the engine only evaluates."""
-        return self._update.optimizer
-
-    @property
-    def lr_scheduler(self) -> Any:
-        return self._update.schedule
-
-    @property
-    def device(self) -> torch.device:
-        return self.mesh.device
-
-    @property
-    def local_rank(self) -> int:
-        return self.mesh.rank % self.mesh.local_world_size
-
-    @property
-    def global_rank(self) -> int:
-        return self.mesh.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.mesh.world_size
-
-    dp_world_size = world_size
-
-    @property
-    def throughput(self) -> Mapping[str, float | None]:
-        """The last report, of the interval that steps_per_print is: tokens, samples and operations a second of this rank, by
-        phase (hybrid/profiling/throughput.py)."""
-        return self._meters.last
-
-    @property
-    def comms_logger(self) -> CommsLogger:
-        return self._meters.comms
-
-    @property
-    def flops_profiler(self) -> FlopsProfiler | None:
-        """None where the config does not enable it."""
-        return self._meters.flops
-
-    @property
-    def loss_scale(self) -> float:
-        """By which the next loss is multiplied; 1.0 without a scaler."""
-        return 1.0 if self._update.scaler is None else float(self._update.scaler.scale)
-
-    cur_scale = loss_scale
-
-    @property
-    def overflow(self) -> bool:
-        """Whether the last boundary was skipped."""
-        return self.last is not None and self.last.skipped
-
-    def was_step_applied(self) -> bool:
-        return self.last is not None and not self.last.skipped
-
-    def get_global_grad_norm(self) -> float | None:
-        """Of the last boundary: the whole gradient, unscaled, before clipping."""
-        return None if self.last is None else self.last.grad_norm
-
-    def get_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self._groups()]
-
-    def set_lr(self, lr: float) -> None:
-        for group in self._groups():
-            group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
-
     def destroy(self) -> None:
         """Wait for a save that is being written, close logs and free the generator's memory. The process group stays."""
         self._background.close()
@@ -398,47 +306,6 @@ class TrainingEngine(nn.Module):
             scalars.close()
         if self._rollouts is not None:
             self._rollouts.close()
-
-    def train_batch_size(self) -> int:
-        assert self.config.train_batch_size is not None
-        return self.config.train_batch_size
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        assert self.config.train_micro_batch_size_per_gpu is not None
-        return self.config.train_micro_batch_size_per_gpu
-
-    def gradient_accumulation_steps(self) -> int:
-        assert self.config.gradient_accumulation_steps is not None
-        return self.config.gradient_accumulation_steps
-
-    def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
-
-    def zero_optimization(self) -> bool:
-        return self.zero_optimization_stage() > 0
-
-    def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
-
-    def fp16_enabled(self) -> bool:
-        return self.config.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
-
-    def describe(self) -> str:
-        """What each key of the config does here, a line each."""
-        width = max((len(effect.key) for effect in self.effects), default=0)
-        return "\n".join(f"{effect.key:<{width}}  {effect.value!r}: {effect.text}" for effect in self.effects)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None or not hasattr(module, name):
-                raise
-            return getattr(module, name)
 
 
 def _in_short(value: Any) -> str:
