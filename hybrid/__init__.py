@@ -31,6 +31,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hybrid import checkpointing as checkpointing
+    from hybrid import comm as comm
+    from hybrid import zero as zero
     from hybrid.comm import init_distributed
     from hybrid.engine import HybridEngine
     from hybrid.training.engine import TrainingEngine
@@ -48,9 +51,11 @@ _MODULES = ("checkpointing", "comm", "zero")  # as attributes too, for scripts t
 __all__ = ["HybridEngine", "TrainingEngine", "add_config_arguments", "init_distributed", "initialize"]
 
 
-def __getattr__(name: str) -> object:
-    if name in _MODULES:
-        return import_module(f"hybrid.{name}")
-    if name in _HOMES:
-        return getattr(import_module(_HOMES[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
+
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
+            return import_module(f"hybrid.{name}")
+        if name in _HOMES:
+            return getattr(import_module(_HOMES[name]), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

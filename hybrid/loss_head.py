@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -172,14 +173,14 @@ class _KnownGradients(torch.autograd.Function):
     """A loss whose gradients with respect to `leaves` were computed along with it."""
 
     @staticmethod
-    def forward(ctx, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor | None) -> Tensor:
+    def forward(ctx: Any, loss: Tensor, gradients: list[Tensor | None], *leaves: Tensor | None) -> Tensor:
         ctx.gradients = gradients
         ctx.dtypes = [None if leaf is None else leaf.dtype for leaf in leaves]
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             raise RuntimeError("chunked_loss: backward ran a second time; its gradients are scaled in place, so call it anew")

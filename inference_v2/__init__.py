@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["Completion", "InferenceEngine", "Request", "SamplingParams"]
 
 
-def __getattr__(name: str) -> object:
-    if name == "InferenceEngine":  # heavy (torch, transformers): imported on first use
-        from inference_v2.engine import InferenceEngine
+if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
 
-        return InferenceEngine
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> object:
+        if name == "InferenceEngine":  # heavy (torch, transformers): imported on first use
+            from inference_v2.engine import InferenceEngine
+
+            return InferenceEngine
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

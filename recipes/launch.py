@@ -19,6 +19,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from types import FrameType
+from typing import Any
 
 SAVE_SECONDS = 600  # how long ranks may take to finish their step and save after a signal, before they are killed
 MOST_RANKS = max(8, os.cpu_count() or 1)  # on one machine; each takes memory for itself
@@ -91,7 +92,7 @@ def run_ranks(argv: Sequence[str], nproc: int) -> int:
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     os.environ[LAUNCHER] = str(os.getpid())
     import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
-    from torch.distributed.elastic.agent.server import WorkerSpec
+    from torch.distributed.elastic.agent.server import WorkerGroup, WorkerSpec
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.rendezvous import RendezvousParameters
@@ -100,7 +101,7 @@ def run_ranks(argv: Sequence[str], nproc: int) -> int:
         """As torchrun's, but when a rank is lost the others, which may be far from their next collective, get
         LOST_RANK_SECONDS instead of torch's 30 to leave."""
 
-        def _start_workers(self, worker_group):  # type: ignore[no-untyped-def]
+        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
             pids = super()._start_workers(worker_group)
             context = self._pcontext
             assert context is not None

@@ -41,7 +41,7 @@ class TopK(ReduceScatter):
         output_tensor: Tensor,
         input_tensor: Tensor,
         group: dist.ProcessGroup,
-        op: dist.ReduceOp.RedOpType,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
         """output [n] = the sum over ranks of what each sent of input [W * n]'s part for this rank."""

@@ -25,17 +25,21 @@ def sample(
     drawn from (0 where greedy), and log_softmax(logits / temperature) of them (temperature 1 where greedy). Not finite where
     the logits were not, or where no id was left to draw.
     """
-    columns = (logits, edited, temperature, uniform, top_k, top_p, min_p)
     parts = []
     for start in range(0, logits.shape[0], ROWS_AT_ONCE):
-        parts.append(_sample_rows(*(None if x is None else x[start : start + ROWS_AT_ONCE] for x in columns)))
+        rows = slice(start, start + ROWS_AT_ONCE)
+        source = None if edited is None else edited[rows]
+        limits = (top_k[rows], top_p[rows], min_p[rows])
+        parts.append(_sample_rows(logits[rows], source, temperature[rows], uniform[rows], *limits))
     if not parts:
         return logits.new_zeros(0, dtype=torch.int64), logits.new_zeros(0), logits.new_zeros(0)
     ids, logprobs, raw = (torch.cat(column) for column in zip(*parts, strict=True))
     return ids, logprobs, raw
 
 
-def _sample_rows(z, edited, temperature, uniform, top_k, top_p, min_p) -> tuple[Tensor, Tensor, Tensor]:
+def _sample_rows(
+    z: Tensor, edited: Tensor | None, temperature: Tensor, uniform: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     greedy = temperature == 0
     temperature = torch.where(greedy, 1.0, temperature)
     plain = _Scaled.of(z, temperature)

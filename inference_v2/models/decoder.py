@@ -31,7 +31,9 @@ class Decoder:
     def forward(self, batch: Batch, cache: KVCache, weights: ModelWeights) -> Tensor: ...
     @overload
     def forward(self, batch: Batch, cache: KVCache, weights: ModelWeights, read: Callable[[Tensor, Head], R]) -> R: ...
-    def forward(self, batch, cache, weights, read=None):
+    def forward(
+        self, batch: Batch, cache: KVCache, weights: ModelWeights, read: Callable[[Tensor, Head], R] | None = None
+    ) -> Tensor | R:
         """Run T tokens; their keys and values are added to the cache. Returns the normed hidden states [S, H] of
         `batch.logit_rows`, or what `read(hidden, head)` makes of them inside the scope of the final weights (streamed weights
         are gathered once for norm and head). With T = 0 the scopes of all weights are still entered, in the same order:

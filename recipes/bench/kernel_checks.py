@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,14 +58,17 @@ def cache_entry(s: Setting) -> Pairs:
         table = (angles.cos().to(s.device, s.dtype), angles.sin().to(s.device, s.dtype))
         weight = s.randn(dim, seed=4)
         for extra in ((), (table,), (table, weight, weight.flip(0), 1e-5)):
-
-            def enter(k: Kernels, qkv=qkv, split=(heads, kv_heads, kv_heads), slots=slots, positions=positions, extra=extra):
-                pools = [torch.zeros(10, BLOCK, split[1], qkv.shape[2], dtype=s.dtype, device=s.device) for _ in range(2)]
-                q = k.enter_attention(*qkv.split(split, dim=1), *pools, slots, positions, *extra)
-                return q, *pools
-
-            pairs += s.both(enter)
+            pairs += s.both(_entered, s, qkv.split((heads, kv_heads, kv_heads), dim=1), slots, positions, extra)
     return pairs
+
+
+def _entered(
+    k: Kernels, s: Setting, qkv: Sequence[Tensor], slots: Tensor, positions: Tensor, extra: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
+    """The rotated queries, and the pools that keys and values were written to."""
+    num_kv_heads, dim = qkv[1].shape[1:]
+    pools = [torch.zeros(10, BLOCK, num_kv_heads, dim, dtype=s.dtype, device=s.device) for _ in range(2)]
+    return k.enter_attention(*qkv, *pools, slots, positions, *extra), *pools
 
 
 def paged(s: Setting, chunks: list[tuple[int, int]], heads: int, kv_heads: int, dim: int) -> tuple[Tensor, ...]:
