@@ -59,8 +59,7 @@ def shard(
 
     The root and the head stay gathered between their forward and backward, which follow each other; layers as the stage says.
     """
-    # Stage 0 frees a layer's compute copy too: making it again costs no communication.
-    free_layers = layout.stage in (0, 3)
+    free_layers = _frees_layers(layout.stage)
     grid = mesh.device_mesh if mesh.device_mesh.size(0) > 1 or layout.stage == 0 else mesh.device_mesh["shard"]
     after = layout.kept_over if free_layers and layout.kept_over else free_layers
     for unit in layers:
@@ -74,6 +73,12 @@ def shard(
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_reshard_after_backward(free_layers, recurse=False)
+
+
+def _frees_layers(stage: int) -> bool:
+    """Whether a layer is freed after its forward and its backward. Stage 0 frees its compute copy too: making it again costs no
+    communication."""
+    return stage in (0, 3)
 
 
 def _shard_unit(unit: nn.Module, grid: DeviceMesh, layout: Layout, reshard_after_forward: bool | int) -> None:
@@ -175,6 +180,25 @@ def outside_inference_mode() -> AbstractContextManager[object]:
 def set_sync(module: nn.Module, stage: int, *, last: bool) -> None:
     """Say before a micro-batch's forward whether its backward reduces gradients (stages 0 and 1 wait for the last one)."""
     cast(FSDPModule, module).set_requires_gradient_sync(last or stage >= 2)
+
+
+@contextmanager
+def held(module: nn.Module, stage: int) -> Iterator[None]:
+    """Between a forward and its backward: everything is gathered, and what runs backward inside frees and reduces nothing, so
+    that it may run often (torch.autograd.grad, also of gradients; nothing that adds to .grad). Collective. At exit all stays
+    gathered until the backward frees it; say set_sync before that."""
+    root = cast(FSDPModule, module)
+    with torch.no_grad():
+        for group in groups(module):
+            group.unshard()
+    root.set_requires_gradient_sync(False)
+    root.set_reshard_after_backward(False)
+    root.set_is_last_backward(False)
+    try:
+        yield
+    finally:
+        root.set_reshard_after_backward(_frees_layers(stage))
+        root.set_is_last_backward(True)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -100,6 +100,21 @@ class FlopsProfiler:
             for operation, flops in operations.items():
                 self._add(owner, str(operation), flops)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What runs inside is not counted."""
+        if self._counter is None:
+            yield
+            return
+        mode = self._counter.mode
+        assert mode is not None, "entered by start_profile"
+        with on_top(mode):
+            mode.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            mode.__enter__()
+
     def end_profile(self) -> None:
         """Ends counting and forgets the numbers."""
         self.stop_profile()

@@ -12,6 +12,7 @@ Rooms:
     parameters  parameters and optimizers of the module as it came, found again after sharding
     generation  rollouts of the module that is trained
     compression the largest entries of gradients only
+    eigenvalue  the largest of each block's Hessian (curvature: power iteration)
     meters      phases, throughput, operations, collectives
     scalars     loggers
     data        the training data's loader

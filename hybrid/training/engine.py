@@ -20,6 +20,7 @@ from hybrid.training import checkpoints, weights
 from hybrid.training.background import Background
 from hybrid.training.compression import compress
 from hybrid.training.config.top import Effect, TrainingConfig
+from hybrid.training.eigenvalue import EigenvalueMonitor
 from hybrid.training.facts import EngineFacts
 from hybrid.training.generation import Rollouts
 from hybrid.training.meters import Meters, tokens_in
@@ -44,6 +45,7 @@ class TrainingEngine(EngineFacts):
         *,
         root: nn.Module | None = None,
         rollouts: Rollouts | None = None,
+        eigenvalues: EigenvalueMonitor | None = None,
         effects: Sequence[Effect] = (),
         log: logging.Logger,
     ) -> None:
@@ -53,6 +55,7 @@ class TrainingEngine(EngineFacts):
         if rollouts is not None:  # scripts call it there; transformers' own would run a module in pieces
             module.__dict__["generate"] = self.generate
         self._scalars = open_scalars(config, mesh.rank)
+        self._eigenvalues = eigenvalues
         section = config.gradient_compression
         self._compressed = compress(self.root, section.ratio, error_feedback=section.error_feedback) if section.ratio < 1 else []
         self._waiting = 0  # backwards whose gradients wait for a step
@@ -98,6 +101,9 @@ class TrainingEngine(EngineFacts):
                 "(loss.mean()), and compute it outside torch.no_grad()"
             )
         boundary = self.is_gradient_accumulation_boundary()
+        if boundary and self._eigenvalues is not None and self._eigenvalues.due(self.global_steps + 1):
+            with self._meters.apart("eigenvalue"), self._dropping_on_error():
+                self._eigenvalues.measure(self.root, loss, self.global_steps + 1)
         self._announce(boundary)
         self._last_loss = loss.detach()
         loss = loss if loss.dtype == torch.float64 else loss.float()  # a bf16 loss must not be divided in bf16
@@ -153,6 +159,8 @@ class TrainingEngine(EngineFacts):
             values["Train/Samples/loss_scale"] = self.loss_scale
         if self._last_loss is not None and self._scalars:
             values["Train/Samples/train_loss"] = float(self._last_loss)
+        if self._eigenvalues is not None:
+            values |= self._eigenvalues.scalars(self.global_steps)
         for scalars in self._scalars:
             scalars.log(self.global_samples, values)
 

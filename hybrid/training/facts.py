@@ -13,11 +13,14 @@ from hybrid.optim.update import Stepped, Update
 from hybrid.profiling.comms import CommsLogger
 from hybrid.profiling.flops import FlopsProfiler
 from hybrid.training.config.top import Effect, TrainingConfig
+from hybrid.training.eigenvalue import EigenvalueMonitor, values_of
 from hybrid.training.meters import Meters
 
 
 class EngineFacts(nn.Module):
     """Module, config and counters of an engine. What it does not know is looked up in `module`."""
+
+    _eigenvalues: EigenvalueMonitor | None = None
 
     def __init__(
         self,
@@ -87,6 +90,12 @@ class EngineFacts(nn.Module):
     def flops_profiler(self) -> FlopsProfiler | None:
         """None where the config does not enable it."""
         return self._meters.flops
+
+    @property
+    def eigenvalues(self) -> Mapping[str, float]:
+        """Of the last step at which they were due: the largest of each block's Hessian, by the block's name
+        (hybrid/training/eigenvalue.py). Empty before, and where the config does not enable it."""
+        return values_of(self._eigenvalues)
 
     @property
     def loss_scale(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
@@ -46,6 +46,12 @@ class Meters:
         with self.phases.phase(name, tokens) as phase:
             yield
         self.throughput.add("generate" if name == "generate" else "train", phase)
+
+    @contextmanager
+    def apart(self, name: str) -> Iterator[None]:
+        """Has its time among those of a step, and is neither in the throughput nor in the counted operations."""
+        with self.phases.phase(name, 0), nullcontext() if self.flops is None else self.flops.paused():
+            yield
 
     def before_forward(self, step: int) -> None:
         """The first forward of optimizer step `step` (from 1) that is to be profiled starts the profile."""

@@ -21,6 +21,7 @@ from hybrid.optim.update import Update
 from hybrid.training.config.load import ConfigSource
 from hybrid.training.config.top import Effect, TrainingConfig, resolve_training
 from hybrid.training.data import TrainingLoader
+from hybrid.training.eigenvalue import open_eigenvalues
 from hybrid.training.engine import TrainingEngine
 from hybrid.training.generation import Rollouts, hybrid_config
 from hybrid.training.layout import shard_module
@@ -81,6 +82,7 @@ def initialize(
     trained = {name for group in groups for name in group.names}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)
+    eigenvalues = open_eigenvalues(model, settings, mesh, log)
     root, rollouts = _shard(model, settings, mesh)
     made = _optimizer(optimizer, settings, groups, model)
     zero, mirror = settings.zero_optimization, None
@@ -99,7 +101,9 @@ def initialize(
         mirror=mirror,
         divisor=_divisor(settings, mesh),
     )
-    engine = TrainingEngine(model, settings, mesh, update, root=root, rollouts=rollouts, effects=effects, log=log)
+    engine = TrainingEngine(
+        model, settings, mesh, update, root=root, rollouts=rollouts, eigenvalues=eigenvalues, effects=effects, log=log
+    )
     loader = None
     if training_data is not None:
         loader = TrainingLoader(

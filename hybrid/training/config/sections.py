@@ -57,11 +57,15 @@ class HybridEngineConfig(Strict):
 
 
 class EigenvalueConfig(Strict):
-    enabled: bool = Field(False, description="the largest eigenvalue of each block's Hessian, by power iteration")
+    enabled: bool = Field(
+        False, description="the largest eigenvalue of each block's Hessian, by power iteration with all weights gathered"
+    )
     verbose: bool = Field(False, description="each iteration in the log")
     max_iter: int = Field(100, ge=1, description="iterations, at most")
-    tol: float = Field(1e-2, gt=0, description="relative change of the eigenvalue at which the iteration ends")
-    stability: float = Field(1e-6, ge=0, description="added to norms before a division")
+    tol: float = Field(
+        1e-2, gt=0, description="relative change of the eigenvalue, and relative residual, at which the iteration ends"
+    )
+    stability: float = Field(1e-6, ge=0, description="added to magnitudes before a division: what is far smaller ends at once")
     gas_boundary_resolution: int = Field(1, ge=1, description="every how many optimizer steps")
     layer_name: str = Field("", description="path of the list of blocks; empty: the longest list of the module")
     layer_num: int | None = Field(None, ge=1, description="how many of its blocks; null: all")

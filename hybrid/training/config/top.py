@@ -93,8 +93,18 @@ class TrainingConfig(Strict):
             raise ValueError("gradient_compression needs zero_optimization.stage 1, 2 or 3; given: stage 0")
         if self.gradient_compression.ratio < 1 and self.fp16.enabled:
             raise ValueError("gradient_compression with fp16, whose scale would change under what is kept back; use bf16")
+        if self.eigenvalue.enabled:
+            self._check_eigenvalue()
         self.precision()
         return self
+
+    def _check_eigenvalue(self) -> None:
+        for name in ("fp16", "bf16", "torch_autocast"):
+            if getattr(self, name).enabled:
+                raise ValueError(f"eigenvalue with {name}, in which products with a Hessian have no digits left; train in fp32, "
+                                 "or switch eigenvalue off")  # fmt: skip
+        if self.hybrid_engine.enabled:
+            raise ValueError("eigenvalue with hybrid_engine, whose attention cannot be differentiated twice; switch one off")
 
     def num_shards(self, world_size: int) -> int:
         """Into how many shards a weight is cut."""
@@ -202,6 +212,11 @@ def _kept(given: Mapping[str, Any], path: str, problems: list[str], effects: lis
 def _asks(value: Any) -> bool:
     """Whether a value asks for something."""
     if isinstance(value, Mapping):
+        if "shared_parameters" in value:  # a technique of compression_training, which is off unless this enables it
+            shared = value["shared_parameters"]
+            return isinstance(shared, Mapping) and shared.get("enabled", False) not in (False, AUTO)
+        if value and all(isinstance(part, Mapping) for part in value.values()):
+            return any(_asks(part) for part in value.values())
         return bool(value) and value.get("enabled", True) not in (False, AUTO)
     return value not in (None, False, AUTO)
 
