@@ -54,7 +54,8 @@ class _Release:
         for state in self._states:
             if state._training_state.name == "IDLE":  # else its backward is under way
                 for group in state._fsdp_param_groups:
-                    group.reshard()
+                    if group.reshard_after_backward:  # else all is held for a while (sharding.held)
+                        group.reshard()
 
     def _watch(self, outputs: list[Tensor]) -> None:
         """Since no gradient leaves through the inputs, all of this call's graph ends in parameters: when they have theirs, no
@@ -64,8 +65,8 @@ class _Release:
 
         def start(gradient: Tensor) -> None:
             task = torch._C._current_graph_task_id()
-            if seen[0] == task:
-                return
+            if seen[0] == task or not any(g.reshard_after_backward for state in self._states for g in state._fsdp_param_groups):
+                return  # in the latter case all is held for a while (sharding.held)
             seen[0] = task
             if self._task != task:
                 self._task, self._waiting = task, set()
