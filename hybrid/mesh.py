@@ -131,6 +131,15 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
+def from_rank_0(tensor: torch.Tensor) -> torch.Tensor:
+    """Collective: rank 0's values, contiguous, on every rank; of any dtype and layout, since bytes are sent."""
+    whole = tensor.contiguous()
+    if get_world_size() > 1 and whole.numel():
+        whole = whole.clone() if whole.data_ptr() == tensor.data_ptr() else whole
+        dist.broadcast(whole.reshape(-1).view(torch.uint8), 0)
+    return whole
+
+
 def gather_texts(text: str, group: dist.ProcessGroup | None = None) -> list[str]:
     """Collective: every rank's text, by rank; as bytes, so that nothing is pickled."""
     ranks = get_world_size(group)

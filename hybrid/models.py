@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
@@ -29,7 +28,7 @@ from hybrid import attention, fused, lora, sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, pack_head, tokens_per_chunk
-from hybrid.mesh import Mesh, raise_together
+from hybrid.mesh import Mesh, from_rank_0, raise_together
 from hybrid.policy import HeadFunction, PolicyModule, mode
 from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
@@ -188,7 +187,7 @@ class ShardedModel:
                 elif name not in frozen:
                     parameter.data = parameter.data.to(master)
             for tensor in (*hf.parameters(), *hf.buffers()):
-                dist.broadcast(tensor.data, 0)
+                tensor.data = from_rank_0(tensor.data)
         model = cls(
             hf,
             config,

@@ -70,15 +70,22 @@ def shard(
         _shard_unit(head, grid, layout, False)
     _shard_unit(module, grid, layout, False)
     for group in groups(module):
-        group.set_gradient_divide_factor(1.0)
-        group.set_force_sum_reduction_for_comms(True)  # gloo has no pre-multiplied sum
         group.set_reshard_after_backward(free_layers, recurse=False)
+    divide_gradients(module, 1.0, mesh)
 
 
 def _frees_layers(stage: int) -> bool:
     """Whether a layer is freed after its forward and its backward. Stage 0 frees its compute copy too: making it again costs no
     communication."""
     return stage in (0, 3)
+
+
+def divide_gradients(module: nn.Module, by: float, mesh: Mesh) -> None:
+    """Let every gradient be the sum over ranks, divided by that. (Where no weight is cut, FSDP2 of torch 2.13 divides twice if it
+    is also told to sum: the copy that stands for the reduce-scatter, and the result.)"""
+    for group in groups(module):
+        group.set_gradient_divide_factor(by)
+        group.set_force_sum_reduction_for_comms(shard_count(mesh) > 1 or by == 1.0)  # gloo has no pre-multiplied sum
 
 
 def _shard_unit(unit: nn.Module, grid: DeviceMesh, layout: Layout, reshard_after_forward: bool | int) -> None:
@@ -123,7 +130,8 @@ def _options(
     gathered: torch.dtype | None,
     unsharded: set[nn.Parameter],
 ) -> dict[str, object]:
-    policy = MixedPrecisionPolicy(gathered, reduce_dtype=layout.reduce_dtype, cast_forward_inputs=layout.cast_inputs)
+    reduced = torch.float64 if gathered == torch.float64 else layout.reduce_dtype
+    policy = MixedPrecisionPolicy(gathered, reduce_dtype=reduced, cast_forward_inputs=layout.cast_inputs)
     return {
         "mesh": grid,
         "reshard_after_forward": reshard_after_forward,

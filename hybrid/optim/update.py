@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,8 +35,8 @@ class Update:
 
     scaler: multiplies the loss; a gradient is divided by the scale that its loss was multiplied by, whatever has become of the
     scale since. check: a step with a gradient that is not finite is skipped on every rank; without, it is taken. mirror: state
-    and step in host memory. divisor: of the sums over ranks that gradients are. Parameters that every rank holds whole and no
-    backward reduces are summed here.
+    and step in host memory. divide_by: sharded gradients come divided; those of parameters that every rank holds
+    whole, and that no backward reduces, are summed over ranks and divided by this here.
     """
 
     def __init__(
@@ -48,11 +50,11 @@ class Update:
         scaler: LossScaler | None = None,
         check: bool = True,
         mirror: HostMirror | None = None,
-        divisor: float = 1.0,
+        divide_by: float = 1.0,
     ) -> None:
         self.parameters, self.optimizer, self.schedule, self.mesh = parameters, optimizer, schedule, mesh
         self.max_norm, self.scaler, self.check, self.mirror = max_norm, scaler, check, mirror
-        self._divisor = divisor
+        self._divide_by = divide_by
         self._copies = [p for p in parameters.values() if p.requires_grad and not isinstance(p, DTensor)]
         self._scale: float | None = None  # of the losses whose gradients wait
 
@@ -62,12 +64,19 @@ class Update:
             self._scale = 1.0 if self.scaler is None else float(self.scaler.scale)
         return loss if self._scale == 1.0 else loss * self._scale
 
-    def step(self, refuse: Callable[[list[str]], None] = lambda names: None, unused: Collection[str] = ()) -> Stepped:
+    def step(
+        self,
+        refuse: Callable[[list[str]], None] = lambda names: None,
+        unused: Collection[str] = (),
+        schedule_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Stepped:
         """Collective. `refuse` is called with the names of the gradients that are not finite, and may raise. unused: parameters,
-        the same on every rank, that are not stepped on, whatever their gradients. Raises what the scaler raises at its floor
-        (LossScaleError), with the gradients dropped."""
+        the same on every rank, that are not stepped on, whatever their gradients. schedule_kwargs: for the schedule's own step.
+        Raises what the scaler raises at its floor (LossScaleError), with the gradients dropped; ValueError, before anything
+        moves, for a schedule that needs other arguments."""
+        self._check_schedule(schedule_kwargs)
         assert self.optimizer is not None, "an engine without an optimizer takes no step"
-        scale, lr = (self._scale or 1.0) * self._divisor, float(self.optimizer.param_groups[0]["lr"])
+        scale, lr = self._scale or 1.0, float(self.optimizer.param_groups[0]["lr"])
         self._reduce_copies()
         for name in unused:
             self.parameters[name].grad = None
@@ -79,6 +88,8 @@ class Update:
                 refuse(bad)
             else:
                 self._apply(clip_factor(norm, self.max_norm) / scale)
+                if self.schedule is not None:
+                    self.schedule.step(**schedule_kwargs)
         finally:
             self.drop()
         if self.scaler is not None:
@@ -94,14 +105,23 @@ class Update:
         self.optimizer.step()
         if self.mirror is not None:
             self.mirror.push()
-        if self.schedule is not None:
-            self.schedule.step()
+
+    def _check_schedule(self, given: Mapping[str, Any]) -> None:
+        if self.schedule is None:
+            return
+        try:
+            inspect.signature(self.schedule.step).bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"{type(self.schedule).__name__}.step: {error}; give what it needs: engine.step(lr_kwargs={{...}})"
+            ) from None
 
     def _reduce_copies(self) -> None:
         for parameter in self._copies:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if self.mesh.world_size > 1 and gradient.numel():
                 dist.all_reduce(gradient)
+                gradient /= self._divide_by
             parameter.grad = gradient
 
     def drop(self) -> None:

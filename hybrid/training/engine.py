@@ -16,6 +16,7 @@ from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
 from hybrid.policy import PlainCall
+from hybrid.sharding import outside_inference_mode
 from hybrid.training import checkpoints, weights
 from hybrid.training.background import Background
 from hybrid.training.compression import compress
@@ -59,6 +60,8 @@ class TrainingEngine(EngineFacts):
         section = config.gradient_compression
         self._compressed = compress(self.root, section.ratio, error_feedback=section.error_feedback) if section.ratio < 1 else []
         self._waiting = 0  # backwards whose gradients wait for a step
+        self._micro = 0  # calls of step in this accumulation
+        self._is_synced = True  # whether the last backward reduced what it had
         self._usage = Usage(self.root, update.parameters, mesh)
         self._log = log
         self._last_loss: Tensor | None = None  # of this rank's last backward
@@ -69,6 +72,9 @@ class TrainingEngine(EngineFacts):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward, on this rank's samples; what an exception in it left half done is dropped."""
+        if torch.is_inference_mode_enabled():  # what is gathered in it could not be trained afterwards
+            with outside_inference_mode(), torch.no_grad():
+                return self.forward(*args, **kwargs)
         training = torch.is_grad_enabled() and self.optimizer is not None
         if training:
             self._announce(self.is_gradient_accumulation_boundary())
@@ -93,8 +99,9 @@ class TrainingEngine(EngineFacts):
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Adds the gradient of loss / gradient_accumulation_steps (of the loss itself with scale_wrt_gas=False, or where
-        the caller manages the accumulation). Returns the loss so divided. Raises ValueError for what is not one number with
-        a graph."""
+        the caller manages the accumulation). Returns the loss so divided. After a step's last backward, `grad` of a parameter
+        is this rank's rows of the mean over ranks, times `loss_scale`. Raises ValueError for what is not one number with a
+        graph."""
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"backward takes one number that was computed by the engine's forward; given: {_in_short(loss)}; reduce it "
@@ -110,31 +117,40 @@ class TrainingEngine(EngineFacts):
         if scale_wrt_gas and self.config.managed_gradient_accumulation:
             loss = loss / self.gradient_accumulation_steps()
         with self._meters.phase("backward"), self._dropping_on_error():
-            started = loss.sum() / (self.config.gradient_predivide_factor if self.config.prescale_gradients else 1.0)
+            started = loss.sum() / self.config.divisors(self.world_size)[0]
             self._update.scaled(started).backward(retain_graph=retain_graph)
         if boundary and not retain_graph:  # stages 1 and 2 kept the weights, which hide the shards and their gradients
             sharding.reshard(self.root)
-        self.micro_steps += 1
         self._waiting += 1
-        self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
+        self._is_synced = boundary or self.zero_optimization_stage() >= 2
         return loss.detach()
 
-    def step(self) -> None:
-        """At a boundary: check, unscale, clip, step, advance the schedule. A gradient that is not finite is a step that no rank
-        takes: weights, moments and rate stay, skipped_steps counts it. Raises LossScaleError where that comes at the lowest
-        loss scale, ValueError for a parameter without a gradient if those are not to be ignored, and where ranks ran different
-        layers."""
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """To be called after each backward. At a boundary: check, unscale, clip, step, advance the schedule (with `lr_kwargs`).
+
+        A gradient that is not finite is a step that no rank takes: weights, moments and rate stay, skipped_steps counts it.
+        Raises LossScaleError where that comes at the lowest loss scale; ValueError for a parameter without a gradient if those
+        are not to be ignored, where ranks ran different layers, and for gradients that are not this step's: of loss.backward(),
+        or of a last backward that was not announced as one.
+        """
         if self.optimizer is None:
             raise RuntimeError("step without an optimizer: give one to initialize, or a section `optimizer` in the config")
-        if not self._at_boundary():
+        boundary = self.is_gradient_accumulation_boundary()
+        self._check_gradients(boundary)
+        if self._waiting == 0:
+            return
+        self.micro_steps += 1
+        self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
+        self._micro += 1
+        if not boundary:
             return
         sharding.reshard(self.root)
         unused = self._unused()
-        self._waiting = 0
+        self._waiting = self._micro = 0
         with self._meters.phase("step"):
             taken = False
             try:
-                self.last = stepped = self._update.step(unused=unused)
+                self.last = stepped = self._update.step(unused=unused, schedule_kwargs=lr_kwargs or {})
                 taken = not stepped.skipped
             finally:
                 self._settle(taken=taken)
@@ -169,13 +185,19 @@ class TrainingEngine(EngineFacts):
         said = "activation_checkpointing" in self.config.model_fields_set
         return checkpointing.following(self.config.activation_checkpointing) if said else nullcontext()
 
-    def _at_boundary(self) -> bool:
-        """Whether the backwards of a whole step are done."""
-        if self._boundary is not None:
-            return self._boundary
-        if not self.config.managed_gradient_accumulation:
-            return True
-        return self._waiting > 0 and self._waiting % self.gradient_accumulation_steps() == 0
+    def _check_gradients(self, boundary: bool) -> None:
+        """Whether a step would take the gradients that the caller means."""
+        error = None
+        if self._waiting == 0 and any(p.grad is not None for p in self._update.parameters.values()):
+            error = "gradients are there that engine.backward did not make; use engine.backward(loss) in place of loss.backward()"
+        if self._waiting and boundary and not self._is_synced:
+            error = (
+                "the last backward was no boundary (no_sync, or set_gradient_accumulation_boundary(False)), so its gradients "
+                "were not added over ranks; say True before that backward, not after it"
+            )
+        if error is not None:
+            self.zero_grad()
+            raise ValueError(f"step: {error}; the gradients were dropped")
 
     def _announce(self, boundary: bool) -> None:
         """Say before a backward whether it is the step's last."""
@@ -208,12 +230,12 @@ class TrainingEngine(EngineFacts):
     # -- accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next backward is the step's last."""
+        """Whether the backward that is next, or that waits for its call of `step`, is the last of an optimizer step."""
         if self._boundary is not None:
             return self._boundary
         if not self.config.managed_gradient_accumulation:
             return True
-        return (self._waiting + 1) % self.gradient_accumulation_steps() == 0
+        return (self._micro + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Let the caller say it, for all that follows; None: by counting again."""
@@ -233,7 +255,7 @@ class TrainingEngine(EngineFacts):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what earlier backwards of this step have left; its accumulation begins anew."""
         sharding.discard_waiting(self.root)
-        self._waiting = 0
+        self._waiting = self._micro = 0
         self._update.drop()
         self._settle(taken=False)
 

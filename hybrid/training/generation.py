@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hybrid.config import HybridConfig, RolloutConfig
 from hybrid.mesh import raise_together
@@ -33,6 +33,8 @@ def hybrid_config(settings: TrainingConfig) -> HybridConfig:
         "data_types.optimizer_dtype": settings.data_types.optimizer_dtype != "fp32",
         "bf16.bf16_master_weights_and_grads": settings.bf16.bf16_master_weights_and_grads,
         "zero_optimization.offload_param": zero.offload_param.on,
+        "zero_optimization.zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "communication_data_type": settings.communication_data_type not in (None, "fp32"),
     }
     if refused := [name for name, is_given in given.items() if is_given]:
         raise ValueError(
@@ -56,6 +58,16 @@ def hybrid_config(settings: TrainingConfig) -> HybridConfig:
     )
 
 
+def check_generates(model: nn.Module) -> None:
+    """Raises ValueError for what is no causal LM of transformers (or a PeftModel of one)."""
+    if not hasattr(getattr(model, "config", None), "model_type") or not hasattr(model, "get_output_embeddings"):
+        raise ValueError(
+            f"hybrid_engine with a {type(model).__name__}; allowed: a causal LM of transformers, or a PeftModel of one"
+        )
+    if without := [name for name, p in model.named_parameters() if p.ndim == 0]:
+        raise ValueError(f"hybrid_engine: {without[0]} has no dimension; allowed: parameters that can be cut")
+
+
 class Rollouts:
     """The generating side of a training engine's model."""
 
@@ -66,9 +78,12 @@ class Rollouts:
         self._calls = 0
 
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None, options: Mapping[str, Any]) -> Tensor:
-        """[B * n, L]: each row of `input_ids` [B, P] (padding on either side, where the mask is 0) and what follows it, filled up
-        with the pad id. Collective; each rank has its own rows. Raises ValueError, the same on every rank, for an unknown option,
-        a mask that does not fit, and prompts longer than hybrid_engine.max_out_tokens."""
+        """transformers' call, but nothing is read from a generation_config: greedy to hybrid_engine.max_out_tokens unless told
+        otherwise, and do_sample=True draws from all tokens unless top_k or top_p is given. `seed` (ours) makes draws repeatable.
+
+        Returns [B * n, L]: each row of `input_ids` [B, P] (padding on either side, where the mask is 0) and what follows
+        it, filled up with the pad id. Collective; each rank has its own rows. Raises ValueError, the same on every rank,
+        for an unknown option, a mask that does not fit, and prompts longer than hybrid_engine.max_out_tokens."""
         error, prompts, sampling, pad = None, [], None, 0
         try:
             prompts = _prompts(input_ids, attention_mask)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hybrid import sharding
 from hybrid.checkpointing import recompute_in_backward
-from hybrid.mesh import Mesh
+from hybrid.mesh import Mesh, from_rank_0
 from hybrid.training.config.dtypes import TORCH_NAMES, PrecisionPlan
 from hybrid.training.config.top import TrainingConfig
 from hybrid.training.precision import ModuleDtypes, cast_at_boundaries, dtypes_of, master_dtype
@@ -66,9 +65,7 @@ def _prepare(unit: nn.Module, dtypes: dict[nn.Module, ModuleDtypes], plan: Preci
         for parameter in child.parameters(recurse=False):
             if isinstance(parameter, DTensor):
                 continue
-            value = parameter.data.to(mesh.device)
-            if mesh.world_size > 1 and value.numel():
-                dist.broadcast(value, 0)
+            value = from_rank_0(parameter.data.to(mesh.device))
             if parameter.is_floating_point():
                 value = value.to(master_dtype(parameter, plan) if parameter.requires_grad else dtypes[child].compute)
             parameter.data = value
@@ -77,8 +74,6 @@ def _prepare(unit: nn.Module, dtypes: dict[nn.Module, ModuleDtypes], plan: Preci
 @torch.no_grad()
 def _prepare_buffers(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> None:
     for buffer in module.buffers():
-        buffer.data = buffer.data.to(mesh.device)
-        if mesh.world_size > 1 and buffer.numel():
-            dist.broadcast(buffer.data, 0)
+        buffer.data = from_rank_0(buffer.data.to(mesh.device))
         if settings.data_types.buffer_dtype is not None and buffer.is_floating_point():
             buffer.data = buffer.data.to(getattr(torch, TORCH_NAMES[settings.data_types.buffer_dtype]))

@@ -9,11 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 
 from hybrid.training.config.dtypes import TORCH_NAMES, ModuleRule, PrecisionPlan
 
 _LOSSES = "torch.nn.modules.loss"
+_RUNNING_STATISTICS = ModuleRule(match="class:_BatchNorm", dtype="fp32")  # are fp32, and so are the weights beside them
 
 
 @dataclass(frozen=True)
@@ -45,11 +47,35 @@ def dtypes_of(module: nn.Module, plan: PrecisionPlan) -> dict[nn.Module, ModuleD
     visit("", module, None)
     if unused := [r.match for r in plan.rules if r.match not in used]:
         raise ValueError(f"module_precision: {unused[0]!r} matches no module of {type(module).__name__}")
+    _settle_shared(module, plan, found)
     return found
+
+
+def _settle_shared(module: nn.Module, plan: PrecisionPlan, found: dict[nn.Module, ModuleDtypes]) -> None:
+    """A parameter that several modules share is gathered once: under autocast as it is, since each operation casts it; else all
+    of them must want one dtype. Raises ValueError where they do not."""
+    holders: dict[nn.Parameter, list[tuple[str, nn.Module]]] = {}
+    for path, child in module.named_modules():
+        for name, parameter in child.named_parameters(recurse=False):
+            holders.setdefault(parameter, []).append((f"{path}.{name}", child))
+    for parameter, held in holders.items():
+        if len({found[child].compute for _, child in held}) == 1:
+            continue
+        if plan.autocast.enabled and all(found[child].rule is None for _, child in held):
+            for _, child in held:
+                found[child] = ModuleDtypes(parameter.dtype, None, casts=False)
+            continue
+        wanted = ", ".join(f"{name} in {found[child].compute}" for name, child in held)
+        raise ValueError(
+            f"one parameter is to be gathered in two dtypes: {wanted}; allowed: one for all that are tied; give each of these "
+            "modules the rule"
+        )
 
 
 def _dtypes(path: str, module: nn.Module, rule: ModuleRule | None, plan: PrecisionPlan) -> ModuleDtypes:
     held = {p.dtype for p in module.parameters(recurse=False) if p.is_floating_point() and p.numel()}
+    if rule is None and plan.compute is not None and isinstance(module, _BatchNorm):
+        rule = _RUNNING_STATISTICS
     if rule is not None:
         return ModuleDtypes(_torch(rule.dtype), rule, casts=True)
     if not held:
@@ -95,6 +121,8 @@ def is_a(module: nn.Module, name: str) -> bool:
 
 def master_dtype(parameter: nn.Parameter, plan: PrecisionPlan) -> torch.dtype:
     """Of the shards of a trained parameter, its gradient and its optimizer state."""
+    if parameter.dtype == torch.float64 and plan.compute is None:
+        return torch.float64
     keeps = plan.data_types.optimizer_dtype == "param" and parameter.dtype == torch.bfloat16
     if keeps or plan.bf16_masters:
         return torch.bfloat16

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from hybrid.mesh import Mesh, open_mesh, raise_together
@@ -18,12 +19,13 @@ from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler, check_loss_scaler, loss_scaler_of
 from hybrid.optim.peer_schedules import make_schedule
 from hybrid.optim.update import Update
+from hybrid.sharding import divide_gradients
 from hybrid.training.config.load import ConfigSource
 from hybrid.training.config.top import Effect, TrainingConfig, resolve_training
 from hybrid.training.data import TrainingLoader
 from hybrid.training.eigenvalue import open_eigenvalues
 from hybrid.training.engine import TrainingEngine
-from hybrid.training.generation import Rollouts, hybrid_config
+from hybrid.training.generation import Rollouts, check_generates, hybrid_config
 from hybrid.training.layout import shard_module
 from hybrid.training.parameters import (
     NamedGroup,
@@ -84,6 +86,8 @@ def initialize(
         parameter.requires_grad_(name in trained)
     eigenvalues = open_eigenvalues(model, settings, mesh, log)
     root, rollouts = _shard(model, settings, mesh)
+    _, after = settings.divisors(mesh.world_size)
+    divide_gradients(root, after, mesh)
     made = _optimizer(optimizer, settings, groups, model)
     zero, mirror = settings.zero_optimization, None
     if made is not None and zero.offload_optimizer.on and not zero.offload_param.on:
@@ -99,7 +103,7 @@ def initialize(
         scaler=asked.scaler,
         check=not settings.bf16.enabled or settings.bf16.check_grad_overflow,
         mirror=mirror,
-        divisor=_divisor(settings, mesh),
+        divide_by=after,
     )
     engine = TrainingEngine(
         model, settings, mesh, update, root=root, rollouts=rollouts, eigenvalues=eigenvalues, effects=effects, log=log
@@ -152,8 +156,11 @@ def _asked(
         raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
     settings, effects = resolve_training(source)
     groups = _groups_of(model, optimizer, model_parameters, settings)
+    if again := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
+        raise ValueError(f"{again[0]} is sharded already; give a module that no other engine was made of")
     if settings.hybrid_engine.enabled:
         hybrid_config(settings)
+        check_generates(model)
     else:
         dtypes_of(model, settings.precision())
     return _Asked(settings, effects, groups, _scaler(settings, loss_scaler))
@@ -187,13 +194,10 @@ def _scaler(settings: TrainingConfig, given: LossScaler | None) -> LossScaler | 
     if given is not None:
         check_loss_scaler(given)
         return given
-    return loss_scaler_of(settings.fp16) if settings.fp16.enabled else None
-
-
-def _divisor(settings: TrainingConfig, mesh: Mesh) -> float:
-    """By which the sum of gradients over ranks is divided."""
-    whole = float(mesh.world_size) if settings.gradient_allreduce_op == "mean" else 1.0
-    return whole / (settings.gradient_predivide_factor if settings.prescale_gradients else 1.0)
+    under_fp16 = settings.torch_autocast.enabled and settings.torch_autocast.dtype == "float16"
+    if settings.fp16.enabled or under_fp16:  # autocast takes the section's numbers too
+        return loss_scaler_of(settings.fp16.model_copy(update={"enabled": True}))
+    return None
 
 
 def _groups_of(
@@ -208,7 +212,10 @@ def _groups_of(
 def _shard(model: nn.Module, settings: TrainingConfig, mesh: Mesh) -> tuple[nn.Module, Rollouts | None]:
     """What is to be called, sharded, and the generating side if the config asks for one."""
     if settings.hybrid_engine.enabled:
+        flags = [(child, child.training) for child in model.modules()]
         sharded = ShardedModel.from_module(model, hybrid_config(settings), mesh)
+        for child, flag in flags:  # the caller's, as without this section
+            child.training = flag
         rollouts = Rollouts(sharded)
         note_owners(model)
         return sharded.module, rollouts

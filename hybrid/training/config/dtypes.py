@@ -16,7 +16,7 @@ PRESETS = ("norms", "losses")
 
 class DataTypesConfig(Strict):
     grad_accum_dtype: Literal["fp32"] | None = Field(
-        None, description="gradients add up in fp32 whatever computes; nothing else is offered"
+        None, description="of gradients over micro-batches: fp32, unless communication_data_type or bf16 masters say otherwise"
     )
     buffer_dtype: Dtype | None = Field(None, description="floating-point buffers are cast to it; null: they stay as they are")
     optimizer_dtype: Literal["fp32", "param"] = Field(

@@ -47,8 +47,8 @@ class TrainingConfig(Strict):
     data_types: DataTypesConfig = DataTypesConfig()
     zero_optimization: ZeroConfig = ZeroConfig()
     communication_data_type: Dtype | None = Field(None, description="gradients are reduced in; null: fp32")
-    prescale_gradients: bool = Field(False, description="gradients are divided before they are summed over ranks, not after")
-    gradient_predivide_factor: float = Field(1.0, gt=0, description="with prescale_gradients: by this before, by the rest after")
+    prescale_gradients: bool = Field(False, description="divided by the number of ranks before the sum over them")
+    gradient_predivide_factor: float = Field(1.0, gt=0, description="else by this before it, by the rest after it")
     gradient_allreduce_op: Literal["mean", "sum"] = Field("mean", description="over ranks")
     gradient_compression: CompressionConfig = Field(
         CompressionConfig(), description="ours: the largest entries only, with feedback"
@@ -87,8 +87,14 @@ class TrainingConfig(Strict):
             raise ValueError("fp16 and bf16 are both enabled; allowed: one of them")
         if self.hybrid_engine.enabled and self.fp16.enabled:
             raise ValueError("hybrid_engine with fp16: its kernels compute in fp32 and bf16; use bf16")
-        if self.gradient_predivide_factor != 1.0 and not self.prescale_gradients:
-            raise ValueError("gradient_predivide_factor needs prescale_gradients: true")
+        if self.gradient_predivide_factor != 1.0 and self.prescale_gradients:
+            raise ValueError("gradient_predivide_factor with prescale_gradients, which divides by the ranks first; keep one")
+        in_bf16 = self.data_types.optimizer_dtype == "param" or self.bf16.bf16_master_weights_and_grads
+        if self.data_types.grad_accum_dtype == "fp32" and (in_bf16 or self.communication_data_type not in (None, "fp32")):
+            raise ValueError(
+                "data_types.grad_accum_dtype=fp32 with gradients that are sent or kept in another dtype; leave it out, or "
+                "communication_data_type, optimizer_dtype=param and bf16_master_weights_and_grads"
+            )
         if self.gradient_compression.ratio < 1 and self.zero_optimization.stage == 0:
             raise ValueError("gradient_compression needs zero_optimization.stage 1, 2 or 3; given: stage 0")
         if self.gradient_compression.ratio < 1 and self.fp16.enabled:
@@ -112,6 +118,14 @@ class TrainingConfig(Strict):
         if zero.stage == 0:
             return 1
         return zero.mics_shard_size if zero.mics_shard_size > 0 else world_size
+
+    def divisors(self, world_size: int) -> tuple[float, float]:
+        """By what a gradient is divided before and after the sum over ranks."""
+        whole = float(world_size) if self.gradient_allreduce_op == "mean" else 1.0
+        before = whole if self.prescale_gradients else self.gradient_predivide_factor
+        if self.communication_data_type == "fp16" and self.zero_optimization.stage == 0:
+            before = whole  # FSDP2 would divide several times there
+        return before, whole / before
 
     def precision(self) -> PrecisionPlan:
         compute: Dtype | None = "fp16" if self.fp16.enabled else "bf16" if self.bf16.enabled else None

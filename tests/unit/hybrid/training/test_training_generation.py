@@ -134,9 +134,22 @@ def test_without_the_section_generate_says_so():
         {"module_precision": [{"match": "norms"}]},
         {"zero_optimization": {"offload_param": {"device": "cpu"}}},
         {"data_types": {"optimizer_dtype": "param"}},
+        {"communication_data_type": "bf16"},
+        {"zero_optimization": {"zero_hpz_partition_size": 2}},
     ],
     ids=str,
 )
 def test_what_a_generating_model_cannot_do_is_refused(keys):
     with pytest.raises(ValueError, match="with hybrid_engine"):
         open_engine(settings(ranks=1, **keys), tiny_model("llama"))
+
+
+def test_what_is_no_language_model_is_refused():
+    with pytest.raises(ValueError, match="hybrid_engine with a Net; allowed: a causal LM"):
+        open_engine(settings(ranks=1))
+
+
+def test_training_flags_are_the_callers():
+    model = tiny_model("llama")
+    assert open_engine(settings(ranks=1), model.train()).module.training
+    assert not open_engine(settings(ranks=1), tiny_model("llama").eval()).module.training

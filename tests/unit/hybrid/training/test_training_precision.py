@@ -291,7 +291,9 @@ def summed(settings: dict, values: tuple[float, float]) -> dict:
         ({"bf16": BF16}, 128.5),  # also of bf16 gradients
         ({"communication_data_type": "bf16"}, 128.0),  # 257 needs nine bits
         ({"gradient_allreduce_op": "sum"}, 257.0),
-        ({"prescale_gradients": True, "gradient_predivide_factor": 2.0}, 128.5),
+        ({"prescale_gradients": True}, 128.5),
+        ({"gradient_predivide_factor": 8.0}, 128.5),
+        ({"gradient_predivide_factor": 8.0, "gradient_allreduce_op": "sum"}, 257.0),
     ],
     ids=str,
 )
@@ -300,11 +302,37 @@ def test_gradients_are_reduced_as_the_config_says(pool2, stage, keys, expected):
         assert result["gradient"] == expected
 
 
-def test_dividing_first_keeps_a_sum_in_range(pool2):
-    keys = {"communication_data_type": "fp16"}
-    assert pool2.run(summed, config(stage=0, lr=1.0, **keys), (40000.0, 40000.0))[0]["skipped"] == 1
-    keys |= {"prescale_gradients": True, "gradient_predivide_factor": 2.0}
-    assert pool2.run(summed, config(stage=0, lr=1.0, **keys), (40000.0, 40000.0))[0]["gradient"] == 40000.0
+def test_a_gradient_is_divided_before_it_is_sent_where_the_config_says(pool2):
+    """1e-7 is a number in fp16, a thousandth of it is none."""
+    keys = {"communication_data_type": "fp16", "gradient_allreduce_op": "sum"}
+    assert pool2.run(tiny_sum, config(stage=3, lr=1.0, **keys))[0] == pytest.approx(2e-7, rel=0.3)
+    assert pool2.run(tiny_sum, config(stage=3, lr=1.0, gradient_predivide_factor=1024.0, **keys))[0] == 0
+
+
+def tiny_sum(settings: dict) -> float:
+    engine = open_engine(settings, Sums())
+    with torch.no_grad():
+        engine.module.weight.zero_()
+    engine.backward(engine(torch.full((4,), 1e-7)))
+    engine.step()
+    return -whole(engine.module.weight)[0].item()
+
+
+def gradients_of(settings: dict) -> dict[str, Tensor]:
+    engine = open_engine(settings)
+    ((x, y),) = micro_batches(1, 1)[0]
+    engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+    return {n: whole(p.grad) for n, p in engine.module.named_parameters()}
+
+
+@pytest.mark.parametrize(("stage", "scale"), [(0, 1), (1, 1), (3, 1), (3, 64)])
+def test_between_backward_and_step_a_gradient_is_the_mean_times_the_loss_scale(pool2, stage, scale):
+    net = make_net()
+    loss_of(net(micro_batches(1, 1)[0][0][0]), micro_batches(1, 1)[0][0][1]).backward()
+    expected = {n: p.grad * scale for n, p in net.named_parameters()}
+    fp16 = {} if scale == 1 else {"fp16": {"enabled": True, "loss_scale": scale}}
+    for result in pool2.run(gradients_of, config(stage=stage, **fp16)):
+        assert worst(result, expected) < (1e-5 if scale == 1 else 1e-2)
 
 
 # -- autocast
@@ -340,7 +368,7 @@ def autocast_run(settings: dict) -> dict:
     ((x, y),) = micro_batches(1, 1)[0]
     before = {n: whole(p) for n, p in engine.module.named_parameters()}
     engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
-    gradients = {n: whole(p.grad) / 2 for n, p in engine.module.named_parameters() if p.requires_grad}
+    gradients = {n: whole(p.grad) for n, p in engine.module.named_parameters() if p.requires_grad}
     engine.step()
     after = {n: whole(p) for n, p in engine.module.named_parameters()}
     other = open_engine(config())  # a second engine, without autocast
@@ -373,6 +401,93 @@ def test_autocast_gathers_safe_modules_in_its_dtype(pool2, stage):
         }
         assert not result["left on"]
         assert result["other"] == "torch.float32"
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mid, self.head = nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.mid(self.embed(ids)))
+
+
+def tied_autocast(stage: int) -> dict:
+    torch.manual_seed(0)
+    engine = open_engine(config(stage=stage, torch_autocast={"enabled": True}), Tied())
+    out = engine(torch.arange(16))
+    engine.backward(out.float().square().mean())
+    engine.step()
+    return {"tied": engine.module.head.weight is engine.module.embed.weight, "weights": weights_of(engine)}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_tied_weight_under_autocast_is_gathered_as_it_is(pool2, stage):
+    torch.manual_seed(0)
+    plain = Tied()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = plain(torch.arange(16))
+    out.float().square().mean().backward()
+    expected = {n: p.detach() - 0.1 * p.grad for n, p in plain.named_parameters()}
+    for result in pool2.run(tied_autocast, stage):
+        assert result["tied"]
+        assert worst(result["weights"], expected) < 1e-2
+
+
+def test_a_tied_weight_with_two_dtypes_is_refused_and_left():
+    module = Tied()
+    rule = [{"match": "name:head", "dtype": "fp32"}]
+    with pytest.raises(ValueError, match=r"embed\.weight in torch.bfloat16, head\.weight in torch.float32"):
+        open_engine(config(ranks=1, bf16=BF16, module_precision=rule), module)
+    assert module.head.weight is module.embed.weight
+
+
+def autocast_fp16() -> dict:
+    engine = open_engine(config(torch_autocast={"enabled": True, "dtype": "float16"}))
+    scale = engine.loss_scale
+    train(engine, micro_batches(2, 1))
+    return {"scale": scale, "weights": weights_of(engine)}
+
+
+def test_autocast_in_fp16_has_a_loss_scale(pool2):
+    result = pool2.run(autocast_fp16)[0]
+    assert result["scale"] == 2.0**16
+    expected = plain_sgd(micro_batches(2, 1))
+    assert max((result["weights"][n] - w).abs().max().item() for n, w in expected.items()) < 1e-3
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.norm = make_net(), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.net(x))
+
+
+@pytest.mark.parametrize("precision", [{"bf16": BF16}, {"fp16": FP16}], ids=str)
+def test_running_statistics_stay_in_fp32(precision):
+    engine = open_engine(config(ranks=1, **precision), Normed())
+    ((x, y),) = micro_batches(1, 1)[0]
+    out = engine(x)
+    engine.backward(loss_of(out, y))
+    engine.step()
+    assert engine.module.norm.running_mean.dtype == torch.float32
+    assert out.dtype == (torch.bfloat16 if "bf16" in precision else torch.float16)  # what came in
+    assert engine.module.norm.num_batches_tracked == 1
+
+
+def test_a_module_in_fp64_is_trained_in_it():
+    engine = open_engine(config(ranks=1), make_net().double())
+    ((x, y),) = micro_batches(1, 1)[0]
+    plain = make_net().double()
+    ((plain(x.double()) - y) ** 2).mean().backward()
+    engine.backward(((engine(x.double()) - y) ** 2).mean())
+    engine.step()
+    for (name, p), q in zip(engine.module.named_parameters(), plain.parameters(), strict=True):
+        assert whole(p).dtype == torch.float64
+        assert torch.allclose(whole(p), q - 0.1 * q.grad, rtol=0, atol=1e-14), name
 
 
 # -- precision by module

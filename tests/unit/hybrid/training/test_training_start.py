@@ -262,6 +262,117 @@ def test_the_caller_may_own_the_boundary(pool2, how):
         assert worst(result["weights"], plain_sgd(micro_batches(2, 3))) < 1e-5
 
 
+def late_boundary(stage: int) -> str:
+    engine = open_engine(config(stage=stage))
+    ((x, y),) = micro_batches(1, 1)[0]
+    engine.set_gradient_accumulation_boundary(False)
+    engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+    engine.set_gradient_accumulation_boundary(True)
+    with pytest.raises(ValueError) as caught:
+        engine.step()
+    engine.set_gradient_accumulation_boundary(None)
+    train(engine, micro_batches(2, 1))
+    assert worst(weights_of(engine), plain_sgd(micro_batches(2, 1))) < 1e-5  # nothing of it was left
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_boundary_that_is_said_too_late_is_refused(pool2, stage):
+    for message in pool2.run(late_boundary, stage):
+        assert "say True before that backward" in message
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_past_the_engine_is_refused(stage):
+    engine = open_engine(config(ranks=1, stage=stage))
+    ((x, y),) = micro_batches(1, 1)[0]
+    loss_of(engine(x), y).backward()
+    with pytest.raises(ValueError, match=r"use engine\.backward\(loss\) in place of loss\.backward\(\)"):
+        engine.step()
+    train(engine, micro_batches(1, 1))
+    assert worst(weights_of(engine), plain_sgd(micro_batches(1, 1))) < 1e-5
+
+
+def test_the_boundary_is_told_until_step_is_called():
+    engine = open_engine(config(ranks=1, accumulation=2))
+    seen = []
+    for x, y in micro_batches(1, 2)[0]:
+        before = engine.is_gradient_accumulation_boundary()
+        engine.backward(loss_of(engine(x), y))
+        seen.append((before, engine.is_gradient_accumulation_boundary()))
+        engine.step()
+    assert seen == [(False, False), (True, True)]
+
+
+def test_two_backwards_before_a_step_are_one_micro_batch():
+    engine = open_engine(config(ranks=1, accumulation=2))
+    for x, y in micro_batches(1, 2)[0]:
+        out = engine(x)
+        engine.backward(0.25 * loss_of(out, y), retain_graph=True)
+        engine.backward(0.75 * loss_of(out, y))
+        engine.step()
+    assert engine.global_steps == 1
+    assert worst(weights_of(engine), plain_sgd(micro_batches(1, 2))) < 1e-5
+
+
+def test_a_schedule_that_needs_a_metric_gets_it_or_nothing_moves():
+    net = make_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    engine, *_ = initialize(model=net, optimizer=optimizer, lr_scheduler=plateau, config=without_optimizer(ranks=1))
+    before = weights_of(engine)
+    ((x, y),) = micro_batches(1, 1)[0]
+    engine.backward(loss_of(engine(x), y))
+    with pytest.raises(ValueError, match=r"engine\.step\(lr_kwargs="):
+        engine.step()
+    assert worst(weights_of(engine), before) == 0
+    for metric in (1.0, 2.0, 3.0):
+        engine.backward(loss_of(engine(x), y))
+        engine.step(lr_kwargs={"metrics": metric})
+    assert engine.get_lr() == [0.025]
+
+
+def evaluate_first(stage: int) -> float:
+    engine = open_engine(config(stage=stage))
+    with torch.inference_mode():
+        engine(micro_batches(1, 1)[0][0][0])
+    train(engine, micro_batches(1, 1))
+    return worst(weights_of(engine), plain_sgd(micro_batches(1, 1)))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_inference_mode_before_training(pool2, stage):
+    assert max(pool2.run(evaluate_first, stage)) < 1e-5
+
+
+def odd_layouts() -> dict:
+    net = make_net(seed=torch.distributed.get_rank())
+    rank = float(torch.distributed.get_rank())
+    net.door.weight = nn.Parameter(net.door.weight.detach().t().contiguous().t())
+    net.register_buffer("sliced", (torch.arange(8.0) + rank).view(2, 4)[:, ::2])
+    net.register_buffer("expanded", (torch.arange(4.0)[:, None] + rank).expand(4, 3))
+    net.register_buffer("short", torch.tensor([1, 2], dtype=torch.int16) + int(rank))
+    engine = open_engine(config(), net)
+    module = engine.module
+    return {
+        "buffers": [module.sliced.tolist(), module.expanded.tolist(), module.short.tolist()],
+        "weights": weights_of(engine),
+    }
+
+
+def test_parameters_and_buffers_of_any_layout_are_rank_0s(pool2):
+    for result in pool2.run(odd_layouts):
+        assert result["buffers"] == [[[0, 2], [4, 6]], [[i] * 3 for i in range(4)], [1, 2]]
+        assert all(torch.equal(result["weights"][n], p) for n, p in make_net(seed=0).named_parameters())
+
+
+def test_a_module_is_given_once():
+    net = make_net()
+    open_engine(config(ranks=1), net)
+    with pytest.raises(ValueError, match="is sharded already"):
+        open_engine(config(ranks=1), net)
+
+
 def test_no_sync_is_refused_where_every_gradient_is_reduced_at_once():
     with pytest.raises(RuntimeError, match="stage 2 or 3"), open_engine(config(ranks=1)).no_sync():
         pass
