@@ -46,6 +46,15 @@ _HOMES = {  # heavy (torch, transformers): imported on first use
     "init_distributed": "hybrid.comm",
     "initialize": "hybrid.training.start",
 }
+_ELSEWHERE = {  # names of DeepSpeed's that are something else here
+    "DeepSpeedEngine": "the class is hybrid.TrainingEngine",
+    "get_accelerator": "use torch.cuda, or engine.device",
+    "init_inference": "use inference_v2.InferenceEngine, or hybrid_engine in the config",
+    "ops": "optimizers are named in the config (AdamW is fused there), or torch's are given to initialize",
+    "pipe": "there is no pipeline parallelism",
+    "runtime": "schedules are named in the config's section `scheduler`, or torch's are given to initialize",
+    "utils": "whole tensors: hybrid.zero.GatheredParameters, engine.module_state_dict(); logging is Python's",
+}
 _MODULES = ("checkpointing", "comm", "zero")  # as attributes too, for scripts that say deepspeed.comm
 
 __all__ = ["HybridEngine", "TrainingEngine", "add_config_arguments", "init_distributed", "initialize"]
@@ -58,4 +67,5 @@ if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
             return import_module(f"hybrid.{name}")
         if name in _HOMES:
             return getattr(import_module(_HOMES[name]), name)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        hint = _ELSEWHERE.get(name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {hint}" if hint else ""))

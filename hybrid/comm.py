@@ -33,12 +33,19 @@ __all__ = [
 
 
 def init_distributed(
-    dist_backend: str | None = None, timeout: timedelta | None = None, init_method: str | None = None, verbose: bool = False
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = False,
+    distributed_port: int | None = None,
+    verbose: bool = False,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
 ) -> None:
     """Join the group that the launcher describes; one that exists already is used as it is, and without a launcher the
     process is a group of its own. dist_backend: None: gloo for host memory and, where there is CUDA, nccl for it."""
     if dist.is_initialized():
         return
+    if dist_backend == "nccl" and not torch.cuda.is_available():
+        raise ValueError("dist_backend=nccl, but torch finds no CUDA device; allowed here: gloo, or None to choose")
     backend = dist_backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     if backend == "nccl":  # small agreements between ranks are of host memory
         backend = "cpu:gloo,cuda:nccl"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import ErrorDetails
 
 from inference_v2.config import EngineConfig
 
@@ -242,14 +243,27 @@ def resolve(config: HybridConfig | Mapping[str, Any] | str | os.PathLike[str] | 
 
 def describe_errors(error: ValidationError, root: type[BaseModel]) -> list[str]:
     """Each problem of a config of class `root`, with its path; an unknown key with the nearest known one."""
-    said = [e for e in error.errors() if e["type"] != "default_factory_not_called"]  # that follows from another error
-    return [_problem(root, e["loc"], e["type"], e["msg"]) for e in said]
+    return [_problem(root, each) for each in first_causes(error)]
 
 
-def _problem(root: type[BaseModel], path: tuple[int | str, ...], kind: str, message: str) -> str:
+def first_causes(error: ValidationError) -> list[ErrorDetails]:
+    """Its problems without those that follow from another."""
+    return [each for each in error.errors() if each["type"] != "default_factory_not_called"]
+
+
+def in_words(problem: ErrorDetails) -> str:
+    """What is wrong, and what was given where the message does not say it."""
+    message = problem["msg"].removeprefix("Value error, ")
+    given = repr(problem["input"])
+    own = problem["type"] in ("value_error", "missing", "extra_forbidden", "model_type") or len(given) > 60
+    return message if own else f"{message}; given: {given}"
+
+
+def _problem(root: type[BaseModel], problem: ErrorDetails) -> str:
+    path = problem["loc"]
     where = ".".join(map(str, path))
-    if kind != "extra_forbidden":
-        return f"{where}: {message.removeprefix('Value error, ')}" if where else message.removeprefix("Value error, ")
+    if problem["type"] != "extra_forbidden":
+        return f"{where}: {in_words(problem)}" if where else in_words(problem)
     section: Any = root
     for key in path[:-1]:
         if isinstance(key, str):

@@ -57,6 +57,19 @@ class Update:
         self._divide_by = divide_by
         self._copies = [p for p in parameters.values() if p.requires_grad and not isinstance(p, DTensor)]
         self._scale: float | None = None  # of the losses whose gradients wait
+        self._is_stepping = False
+
+    def own_optimizer(self) -> None:
+        """From here on the optimizer steps inside `step` alone, where gradients are checked, unscaled and clipped, and its own
+        zero_grad does nothing: gradients of a step that is not complete live where it does not see them all."""
+        assert self.optimizer is not None
+
+        def refuse(*_: Any) -> None:
+            if not self._is_stepping:
+                raise RuntimeError("optimizer.step(): use engine.step(), which checks, unscales and clips the gradients first")
+
+        self.optimizer.register_step_pre_hook(refuse)
+        self.optimizer.__dict__["zero_grad"] = lambda set_to_none=True: None
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss (fp32 or fp64) to start a backward from. All losses of a step get the scale of the first."""
@@ -102,7 +115,11 @@ class Update:
         else:
             scale_([p.grad for p in self.parameters.values() if p.grad is not None], factor)
         assert self.optimizer is not None
-        self.optimizer.step()
+        self._is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self._is_stepping = False
         if self.mirror is not None:
             self.mirror.push()
 

@@ -102,6 +102,8 @@ class TrainingEngine(EngineFacts):
         the caller manages the accumulation). Returns the loss so divided. After a step's last backward, `grad` of a parameter
         is this rank's rows of the mean over ranks, times `loss_scale`. Raises ValueError for what is not one number with a
         graph."""
+        if self.optimizer is None:
+            raise RuntimeError("backward without an optimizer: give one to initialize, or a section `optimizer` in the config")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             raise ValueError(
                 f"backward takes one number that was computed by the engine's forward; given: {_in_short(loss)}; reduce it "
@@ -323,6 +325,11 @@ class TrainingEngine(EngineFacts):
         """Collective: weights and buffers as one safetensors file, in the dtype that computes. False, with a warning, at stage 3
         without stage3_gather_16bit_weights_on_model_save. Raises ValueError for another kind of file."""
         return weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
+
+    def load_module_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:
+        """Collective: the weights of a whole state dict, which every rank gives. Raises ValueError, with both lists, for other
+        names, and for another shape, before anything changes."""
+        weights.load_module_state_dict(self, state_dict)
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Collective: the module's state dict, whole on every rank, in host memory and the masters' dtype."""

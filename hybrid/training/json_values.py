@@ -4,6 +4,7 @@ object with one key that starts with "~"."""
 from __future__ import annotations
 
 import math
+import numbers
 from collections import Counter
 from typing import Any
 
@@ -12,9 +13,11 @@ _TUPLE, _FLOAT, _PAIRS, _COUNTER = "~tuple", "~float", "~pairs", "~counter"
 
 def encode(value: Any, where: str) -> Any:
     """`decode` gives the same value again. Raises ValueError, with the place (`where`["key"]...), for anything that is not made
-    of None, bool, int, float, str, list, tuple, dict and Counter."""
+    of None, bool, int, float, str, list, tuple, dict and Counter; a numpy number becomes Python's."""
     if value is None or type(value) in (bool, int, str):
         return value
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's
+        return encode(value.item(), where)
     if type(value) is float:
         return value if math.isfinite(value) else {_FLOAT: str(value)}
     if type(value) is list:
@@ -29,7 +32,7 @@ def encode(value: Any, where: str) -> Any:
         return {_PAIRS: _pairs(value, where)}
     raise ValueError(
         f"{where} is a {type(value).__module__}.{type(value).__name__}; allowed in a checkpoint: JSON, since nothing is pickled; "
-        "give numbers, text, lists or dicts (tensor.item(), tensor.tolist())"
+        "give numbers, text, lists or dicts (tensor.tolist(), vars(namespace), str(path))"
     )
 
 

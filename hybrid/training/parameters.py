@@ -12,6 +12,7 @@ from torch import nn
 from hybrid.optim.optimizers import optimizer_over
 from hybrid.training.config.optimizers import OptimizerSection
 
+_OF_WHOLE_TENSORS = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon, torch.optim.Rprop, torch.optim.SparseAdam)
 ParameterGroups = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimizerSource = torch.optim.Optimizer | Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
@@ -60,9 +61,14 @@ def _listed(parameters: Mapping[str, nn.Parameter], given: Any) -> list[dict[str
     if given is None:
         return [{"params": list(parameters.values())}]
     if isinstance(given, torch.optim.Optimizer):
+        kind = type(given).__name__
+        if isinstance(given, _OF_WHOLE_TENSORS):
+            raise ValueError(f"optimizer {kind}: its step does not work on shards; allowed: elementwise ones, or the config's "
+                             "optimizer (Adafactor and Muon are there)")  # fmt: skip
         if any(given.state.values()):
             raise ValueError(
-                "the optimizer has stepped before initialize; give a fresh one, and load its state from a checkpoint"
+                f"optimizer {kind} has state: it has stepped before initialize, or makes state at once; give a fresh one, or a "
+                "function of parameter groups that makes it"
             )
         return given.param_groups
     listed = list(given)

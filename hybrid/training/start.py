@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from hybrid.mesh import Mesh, open_mesh, raise_together
+from hybrid.mesh import Mesh, gather_texts, open_mesh, raise_together
 from hybrid.models import ShardedModel
 from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler, check_loss_scaler, loss_scaler_of
@@ -21,6 +24,7 @@ from hybrid.optim.peer_schedules import make_schedule
 from hybrid.optim.update import Update
 from hybrid.sharding import divide_gradients
 from hybrid.training.config.load import ConfigSource
+from hybrid.training.config.schedulers import Decay
 from hybrid.training.config.top import Effect, TrainingConfig, resolve_training
 from hybrid.training.data import TrainingLoader
 from hybrid.training.eigenvalue import open_eigenvalues
@@ -37,6 +41,7 @@ from hybrid.training.parameters import (
     sharded_groups,
 )
 from hybrid.training.precision import dtypes_of
+from hybrid.training.weights import guard_state_dict
 from hybrid.zero import note_owners
 
 Started = tuple[TrainingEngine, torch.optim.Optimizer | None, TrainingLoader | None, Any]
@@ -72,13 +77,14 @@ def initialize(
     try:
         if mpu is not None:
             raise ValueError("mpu is given; there is no model parallelism here: a model is trained whole on each rank's share")
-        asked = _asked(source, model, optimizer, model_parameters, loss_scaler)
+        asked = _asked(source, model, optimizer, model_parameters, loss_scaler, lr_scheduler)
     except ValueError as caught:
         error = caught
     mesh = open_mesh(TrainingConfig() if asked is None else asked.settings)
     raise_together(error)  # what is wrong on one rank must not leave the others waiting
     assert asked is not None
     assert model is not None
+    _check_same_on_all_ranks(asked.settings, model)
     settings, effects = _settled(asked.settings, asked.effects, mesh)
     log, groups = _log_of(settings, model), asked.groups
     trained = {name for group in groups for name in group.names}
@@ -105,6 +111,9 @@ def initialize(
         mirror=mirror,
         divide_by=after,
     )
+    if made is not None:
+        update.own_optimizer()
+    guard_state_dict(model)
     engine = TrainingEngine(
         model, settings, mesh, update, root=root, rollouts=rollouts, eigenvalues=eigenvalues, effects=effects, log=log
     )
@@ -132,6 +141,16 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
+def _check_same_on_all_ranks(settings: TrainingConfig, model: nn.Module) -> None:
+    """Collective. Raises ValueError where ranks were given another config or another module."""
+    shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]
+    for what, said in (("config", settings.model_dump_json()), ("parameters", json.dumps(shapes))):
+        digests = gather_texts(hashlib.sha256(said.encode()).hexdigest())
+        if len({*digests}) > 1:
+            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
+            raise ValueError(f"rank {odd[0]} has another {what} than rank 0; give all ranks the same")
+
+
 @dataclass(frozen=True)
 class _Asked:
     """What initialize was asked for, checked on this rank."""
@@ -148,6 +167,7 @@ def _asked(
     optimizer: OptimizerSource | None,
     model_parameters: ParameterGroups | None,
     loss_scaler: LossScaler | None,
+    lr_scheduler: Any,
 ) -> _Asked:
     """Raises ValueError for what does not fit; nothing is changed."""
     if source is None:
@@ -155,6 +175,17 @@ def _asked(
     if not isinstance(model, nn.Module):
         raise ValueError(f"model is a {type(model).__name__}; allowed: a torch.nn.Module")
     settings, effects = resolve_training(source)
+    if optimizer is not None:
+        effects = _overruled(effects, "optimizer")
+    if lr_scheduler is not None:
+        effects = _overruled(effects, "scheduler")
+    if settings.scheduler is not None and optimizer is None and settings.optimizer is None:
+        raise ValueError("scheduler without an optimizer; give a section `optimizer`, or one to initialize")
+    params = None if settings.scheduler is None else settings.scheduler.params
+    if lr_scheduler is None and isinstance(params, Decay) and params.total_num_steps is None:
+        raise ValueError(
+            'scheduler.params.total_num_steps is "auto", which a trainer fills in; give the number of optimizer steps'
+        )
     groups = _groups_of(model, optimizer, model_parameters, settings)
     if again := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise ValueError(f"{again[0]} is sharded already; give a module that no other engine was made of")
@@ -164,6 +195,11 @@ def _asked(
     else:
         dtypes_of(model, settings.precision())
     return _Asked(settings, effects, groups, _scaler(settings, loss_scaler))
+
+
+def _overruled(effects: list[Effect], section: str) -> list[Effect]:
+    text = f"no effect: initialize was given {'an' if section == 'optimizer' else 'a'} {section}"
+    return [replace(e, text=text) if e.key.split(".")[0] == section else e for e in effects]
 
 
 def _settled(settings: TrainingConfig, effects: list[Effect], mesh: Mesh) -> tuple[TrainingConfig, list[Effect]]:
@@ -187,6 +223,8 @@ def _log_of(settings: TrainingConfig, model: nn.Module) -> logging.Logger:
     log = logging.getLogger(f"hybrid.training.{type(model).__name__}.{id(model):x}")
     if settings.log_level is not None:
         log.setLevel(settings.log_level.upper())
+        if not log.hasHandlers():  # the level was asked for, and nobody set up where lines go
+            log.addHandler(logging.StreamHandler(sys.stdout))
     return log
 
 

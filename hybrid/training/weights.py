@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hybrid import sharding
@@ -29,12 +30,13 @@ def save_16bit_model(
     error: ValueError | None = None
     if not isinstance(save_dir, str | os.PathLike) or not os.fspath(save_dir):
         error = ValueError(f"save_dir={save_dir!r}; allowed: the path of a folder")
-    elif not save_filename.endswith(".safetensors") or Path(save_filename).name != save_filename:
-        error = ValueError(
-            f"save_filename={save_filename!r}; allowed: a file's name that ends in .safetensors, since no pickles are written; "
-            "from_pretrained and load_state_dict(safetensors.torch.load_file(...)) read it"
-        )
+    elif Path(save_filename).name != save_filename:
+        error = ValueError(f"save_filename={save_filename!r}; allowed: a file's name")
     raise_together(error)
+    if not save_filename.endswith(".safetensors"):  # the end of a long run is no place to refuse
+        given, save_filename = save_filename, f"{save_filename.rpartition('.')[0] or save_filename}.safetensors"
+        if engine.mesh.rank == 0:
+            engine._log.warning("save_16bit_model writes %s in place of %s: no pickles are written here", save_filename, given)
     assert save_dir is not None
     zero = engine.config.zero_optimization
     if zero.stage == 3 and not zero.gather_16bit_weights_on_model_save:
@@ -47,6 +49,46 @@ def save_16bit_model(
     tensors = engine_state.named_tensors(engine, exclude_frozen=exclude_frozen_parameters)
     save_weights(Path(save_dir) / save_filename, tensors.items(), dtype=dtype)
     return True
+
+
+def guard_state_dict(module: nn.Module) -> None:
+    """A sharded module's own state dict holds this rank's rows under whole shapes, which torch.save would write as they are: let
+    it name the verbs that gather instead."""
+
+    def refuse_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        raise ValueError(
+            "state_dict of a sharded module; use engine.module_state_dict() (whole, on every rank; transformers' save_pretrained "
+            "takes it as state_dict=), save_16bit_model or save_checkpoint"
+        )
+
+    def refuse_load(*_: object) -> None:
+        raise ValueError(
+            "load_state_dict of a sharded module; use engine.load_module_state_dict(state), or load it before initialize"
+        )
+
+    module.register_state_dict_pre_hook(refuse_save)
+    module.register_load_state_dict_pre_hook(refuse_load)
+
+
+@torch.no_grad()
+def load_module_state_dict(engine: TrainingEngine, state: Mapping[str, Tensor]) -> None:
+    """See TrainingEngine.load_module_state_dict."""
+    sharding.reshard(engine.root)
+    held = engine_state.named_tensors(engine)
+    tied = {name for name, _ in engine.module.named_parameters(remove_duplicate=False)} - held.keys()
+    missing, surplus = sorted(held.keys() - state.keys()), sorted(state.keys() - held.keys() - tied)
+    error = ValueError(f"the state does not fit: missing {missing[:3]}, surplus {surplus[:3]}") if missing or surplus else None
+    wrong = [name for name in held.keys() & state.keys() if tuple(held[name].shape) != tuple(state[name].shape)]
+    if error is None and wrong:
+        error = ValueError(
+            f"the state does not fit: {wrong[0]} is {list(state[wrong[0]].shape)}, not {list(held[wrong[0]].shape)}"
+        )
+    raise_together(error)
+    for name, tensor in held.items():
+        sharding.local(tensor).copy_(state[name][sharding.own_rows(tensor)] if isinstance(tensor, DTensor) else state[name])
+    engine.zero_grad()
+    if engine._update.mirror is not None:
+        engine._update.mirror.push()
 
 
 @torch.no_grad()

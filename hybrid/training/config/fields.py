@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
-from hybrid.config import Strict
+from hybrid.config import Strict, first_causes, in_words
 
 
 class Section(Strict):
@@ -39,7 +39,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def one_line(error: ValidationError) -> str:
     """Every problem with its path, in one line."""
-    found = [(".".join(map(str, e["loc"])), e["msg"].removeprefix("Value error, ")) for e in error.errors()]
+    found = [(".".join(map(str, each["loc"])), in_words(each)) for each in first_causes(error)]
     return "; ".join(f"{where}: {message}" if where else message for where, message in found)
 
 

@@ -22,7 +22,7 @@ def load(source: ConfigSource) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=lambda pairs: _once(pairs, name))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} is not JSON: {error}") from None
+        raise ValueError(f"{name} is not JSON (which has no comments): {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{name} holds a {type(found).__name__}; allowed: one object, {{...}}")
     return found
@@ -32,7 +32,7 @@ def _read(source: str) -> tuple[str, str]:
     """The text and what to call it. A name that is no file may be base64."""
     path = Path(source)
     try:
-        return path.read_text(encoding="utf-8"), source
+        return path.read_text(encoding="utf-8-sig"), source
     except OSError as error:
         try:
             return base64.urlsafe_b64decode(source).decode(), "the base64 config"

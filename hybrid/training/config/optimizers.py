@@ -20,13 +20,28 @@ TYPES: dict[str, tuple[str, ...]] = {  # the parameters each takes
 }
 
 
+_ALIASES = {"fusedadam": "adam", "deepspeedcpuadam": "adam", "cpuadam": "adam"}
+_COMPRESSED = "gradients are compressed by gradient_compression, with any optimizer"
+_NONE_HERE = {
+    "onebitadam": _COMPRESSED,
+    "zerooneadam": _COMPRESSED,
+    "onebitlamb": _COMPRESSED,
+    "lamb": "give one to initialize, as a function of parameter groups",
+    "adagrad": "give torch.optim.Adagrad to initialize, as a function of parameter groups",
+}
+
+
 class OptimizerSection(Strict):
     type: str = Field(description="Adam, AdamW, SGD, Lion, Adafactor or Muon")
     params: dict[str, Any] = Field({}, description="of that type; weight_decay is applied to every parameter, as DeepSpeed does")
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSection:
-        name = self.type.lower()
+        name = _ALIASES.get(self.type.lower(), self.type.lower())
+        if name in _NONE_HERE:
+            raise ValueError(f"type={self.type!r} is not offered: {_NONE_HERE[name]}; allowed: {', '.join(TYPES)}")
+        if "max_grad_norm" in self.params:
+            raise ValueError("params.max_grad_norm: give it as gradient_clipping, beside the section")
         if name not in TYPES:
             raise ValueError(f"type={self.type!r}; {nearest(name, TYPES)}")
         for key in self.params:
@@ -43,7 +58,7 @@ class OptimizerSection(Strict):
     def settings(self) -> OptimizerConfig:
         """The same in this project's words. DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode is false."""
         given = {key: value for key, value in self.params.items() if key != "adam_w_mode"}
-        name = self.type.lower()
+        name = _ALIASES.get(self.type.lower(), self.type.lower())
         if name == "adam" and self.params.get("adam_w_mode", True):
             name = "adamw"
         given.setdefault("lr", 1e-3)

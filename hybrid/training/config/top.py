@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -66,13 +67,22 @@ class TrainingConfig(Strict):
     csv_monitor: CsvConfig = CsvConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     dataloader_drop_last: bool = Field(False, description="the loader leaves out a last batch that is not whole")
-    steps_per_print: Count | None = Field(10, description="optimizer steps between log lines; null: none")
+    steps_per_print: Count | None = Field(
+        10, description="optimizer steps between log lines (level info: see log_level); null: none"
+    )
     wall_clock_breakdown: bool = Field(False, description="forward, backward and step times in those lines")
     peak_tflops: float | None = Field(None, gt=0, description="ours: of the device, of which throughput gives the share (MFU)")
-    log_level: str | None = Field(None, description="of this engine's log; null: as logging is set up")
+    log_level: str | None = Field(
+        None, description="of this engine's log, shown on the console if logging is not set up; null: left alone"
+    )
     seed: int = Field(0, ge=0, description="ours: of the training data's order")
     timeout_s: float = Field(600.0, gt=0, description="ours: a collective that waits longer than this ends the run")
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="ours")
+
+    @field_validator("steps_per_print", mode="before")
+    @classmethod
+    def _never(cls, every: Any) -> Any:
+        return None if every == math.inf else every  # accelerate writes it so
 
     @field_validator("log_level")
     @classmethod
@@ -196,6 +206,7 @@ def resolve_training(source: ConfigSource | TrainingConfig) -> tuple[TrainingCon
         problems += describe_errors(error, TrainingConfig)
     if problems:
         raise ValueError(f"config: {'; '.join(problems)}")
+    effects = [replace(e, text=f"not given: {_taken(config, e.key)!r}") if e.text == "not given" else e for e in effects]
     effects += list(_effects(kept, TrainingConfig, "", config))
     return config, sorted(effects, key=lambda effect: _position(given, effect.key))
 
@@ -214,13 +225,29 @@ def _kept(given: Mapping[str, Any], path: str, problems: list[str], effects: lis
             only, why = ONLY[where]
             if value not in (only, AUTO):
                 problems.append(f"{where}={value!r}; allowed: {only}, {why}")
+        elif isinstance(value, str) and value == AUTO and where == "optimizer.params.lr":
+            problems.append(f'{where} is "auto", which a trainer fills in; give the number')
         elif isinstance(value, str) and value == AUTO:
-            effects.append(Effect(where, value, "as if it were not given"))
+            effects.append(Effect(where, value, "not given"))
+        elif value is None and where in ("zero_optimization.offload_optimizer", "zero_optimization.offload_param"):
+            effects.append(Effect(where, value, "off"))
         elif isinstance(value, Mapping) and where != "scheduler.params":  # which has a meaning of its own for some
             kept[key] = _kept(value, f"{where}.", problems, effects)
         else:
             kept[key] = value
     return kept
+
+
+def _taken(config: TrainingConfig, key: str) -> Any:
+    """What stands for a key that was not given."""
+    part: Any = config
+    for name in key.split("."):
+        if isinstance(part, OptimizerSection) and name == "params":
+            part = part.settings()
+            continue
+        aliases = {field.alias: own for own, field in type(part).model_fields.items()} if isinstance(part, Strict) else {}
+        part = getattr(part, aliases.get(name) or name, None)
+    return part
 
 
 def _asks(value: Any) -> bool:
@@ -241,6 +268,7 @@ def _effects(
     by_alias = {field.alias or name: (name, field) for name, field in section.model_fields.items()}
     for key, value in kept.items():
         if key not in by_alias:  # an old name that a validator took
+            yield Effect(f"{path}{key}", value, "the old name of offload_optimizer")
             continue
         name, field = by_alias[key]
         part = getattr(config, name)

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from hybrid.config import Strict
+from hybrid.training.config.fields import Whole
 
 OFFLOAD_DEVICES = ("none", "cpu")
 
@@ -30,7 +31,7 @@ class OffloadConfig(Strict):
 
 
 class ZeroConfig(Strict):
-    stage: int = Field(
+    stage: Whole = Field(
         0,
         ge=0,
         le=3,

@@ -67,7 +67,7 @@ def saves_with_one_bad_rank(path: str, argument: str, bad: Any) -> tuple[str, in
         ("client_state", [1], "client_state is a list; allowed: a dict"),
         ("client_state", {"a": {"b": {1, 2}}}, "client_state['a']['b'] is a builtins.set; allowed in a checkpoint: JSON"),
         ("client_state", {"w": torch.zeros(2)}, "client_state['w'] is a torch.Tensor; allowed in a checkpoint: JSON"),
-        ("client_state", {"n": np.float32(1)}, "client_state['n'] is a numpy.float32; allowed in a checkpoint: JSON"),
+        ("client_state", {"n": np.ones(1)}, "client_state['n'] is a numpy.ndarray; allowed in a checkpoint: JSON"),
     ],
 )
 def test_one_bad_rank_is_one_error_on_all_before_anything_is_written(pool2, tmp_path, argument, bad, says):

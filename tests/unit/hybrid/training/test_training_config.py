@@ -157,7 +157,7 @@ def test_auto_is_the_same_as_not_given():
         "gradient_clipping": "auto",
         "fp16": {"enabled": "auto", "loss_scale": "auto", "hysteresis": "auto"},
         "bf16": {"enabled": "auto"},
-        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+        "optimizer": {"type": "AdamW", "params": {"betas": "auto", "eps": "auto", "weight_decay": "auto"}},
         "zero_optimization": {
             "stage": "auto",
             "reduce_bucket_size": "auto",
@@ -168,6 +168,46 @@ def test_auto_is_the_same_as_not_given():
     }
     plain = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "AdamW", "params": {}}}
     assert resolved(auto).with_batch(2) == resolved(plain).with_batch(2)
+
+
+def test_auto_says_what_is_taken_and_a_rate_is_asked_for():
+    _, effects = resolve_training({"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"betas": "auto"}}})
+    said = {effect.key: effect.text for effect in effects}
+    assert said["gradient_clipping"] == "not given: 1.0"
+    assert said["optimizer.params.betas"] == "not given: (0.9, 0.999)"
+    with pytest.raises(ValueError, match=r'optimizer\.params\.lr is "auto", which a trainer fills in; give the number'):
+        resolved({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}})
+    decay = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}}
+    with pytest.raises(ValueError, match="give the number of optimizer steps"):
+        open_engine(config(ranks=1, scheduler=decay))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}}, "lr: Input should be a valid number; given: '1e-3'"),
+        ({"zero_optimization": {"stage": "3"}}, "'3' is given; allowed: a whole number"),
+        ({"bf16": {"enabled": "true"}}, "given: 'true'"),
+        ({"optimizer": {"type": "OneBitAdam"}}, "is not offered: gradients are compressed by gradient_compression"),
+        ({"optimizer": {"type": "AdamW", "params": {"max_grad_norm": 1.0}}}, "give it as gradient_clipping"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_shown(given, message):
+    with pytest.raises(ValueError) as caught:
+        resolved(given)
+    assert message in str(caught.value)
+    assert "default factory" not in str(caught.value)
+
+
+def test_what_others_write_is_taken(tmp_path):
+    path = tmp_path / "c.json"
+    path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"train_batch_size": 8}).encode())  # a byte order mark
+    assert resolve_training(path)[0].train_batch_size == 8
+    assert resolved({"steps_per_print": float("inf")}).steps_per_print is None  # accelerate
+    off = resolved({"zero_optimization": {"stage": 3, "offload_optimizer": None}})
+    assert off == resolved({"zero_optimization": {"stage": 3}})
+    assert resolved({"optimizer": {"type": "FusedAdam", "params": {"lr": 1e-3}}}).optimizer.settings().name == "adamw"
 
 
 # -- what is said of each key

@@ -59,6 +59,8 @@ def eigenvalues(settings: dict, kind: type[nn.Module] = Quadratic) -> dict:
     for _ in range(engine.gradient_accumulation_steps()):
         assert engine.eigenvalues == {}
         engine.backward(engine(share(engine, WEIGHTS)))
+        if not engine.is_gradient_accumulation_boundary():
+            engine.step()
     engine.destroy()
     return dict(engine.eigenvalues)
 
@@ -118,6 +120,7 @@ def of_bends(settings: dict) -> dict:
     engine = open_engine(settings, bends())
     for x, y in micro_batches(1, engine.gradient_accumulation_steps())[0]:
         engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+        engine.step()
     return dict(engine.eigenvalues)
 
 
@@ -182,8 +185,9 @@ def run(settings: dict, steps: int) -> dict:
             loss = loss_of(engine(x), y) + loss_of(engine(-x), -y)
             engine.backward(loss)
             losses.append(loss.item())
-        gradients.append({n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters()})
-        engine.step()
+            if engine.is_gradient_accumulation_boundary():
+                gradients.append({n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters()})
+            engine.step()
     messages = {name: sum(size["count"] for size in sizes.values()) for name, sizes in engine.comms_logger.summary().items()}
     return {
         "weights": weights_of(engine), "gradients": gradients, "losses": losses, "random": torch.get_rng_state(),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from training_cases import Net, config, make_net, micro_batches, open_engine, train, weights_of
+from training_cases import Net, config, loss_of, make_net, micro_batches, open_engine, share, train, weights_of, whole
 from transformers import AutoModelForCausalLM
 
 from hybrid.optim import state as optim_state
@@ -162,11 +162,48 @@ def test_stage_3_writes_no_file_unless_asked_to_gather(pool2, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model", "a/model.safetensors"])
-def test_only_safetensors_are_written(tmp_path, name):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model"])
+def test_only_safetensors_are_written_whatever_the_name(tmp_path, name, caplog):
     engine = open_engine(config(ranks=1, stage=1))
-    message = message_of(engine.save_16bit_model, tmp_path, name)
-    assert f"save_filename={name!r}; allowed: a file's name that ends in .safetensors" in message
+    assert engine.save_16bit_model(tmp_path, name)
+    (written,) = tmp_path.iterdir()
+    assert written.name == f"{name.partition('.')[0]}.safetensors"
+    assert load_file(written).keys() == dict(engine.module.named_parameters()).keys()
+    assert f"writes {written.name} in place of {name}" in caplog.text
+
+
+def test_a_file_name_is_no_path(tmp_path):
+    message = message_of(open_engine(config(ranks=1, stage=1)).save_16bit_model, tmp_path, "a/model.safetensors")
+    assert "save_filename='a/model.safetensors'; allowed: a file's name" in message
+
+
+def whole_states() -> dict:
+    engine = open_engine(config(zero_optimization={"offload_optimizer": {"device": "cpu"}}))
+    other = make_net(seed=5).state_dict()
+    refused = [message_of(engine.module.state_dict), message_of(engine.module.load_state_dict, other)]
+    wrong = [message_of(engine.load_module_state_dict, {**other, "more": torch.zeros(1)}),
+             message_of(engine.load_module_state_dict, {**other, "head.bias": torch.zeros(7)})]  # fmt: skip
+    engine.load_module_state_dict(other)
+    state = engine.module_state_dict()
+    x, y = micro_batches(1, 1)[0][0]
+    engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+    engine.step()
+    return {
+        "refused": refused,
+        "wrong": wrong,
+        "equal": all(torch.equal(state[n], w) for n, w in other.items()),
+        "moved": max((whole(p) - other[n]).abs().max().item() for n, p in engine.module.named_parameters()),
+    }
+
+
+def test_a_sharded_modules_own_state_dict_names_the_verbs_that_gather(pool2):
+    for result in pool2.run(whole_states):
+        assert "use engine.module_state_dict()" in result["refused"][0]
+        assert "use engine.load_module_state_dict(state)" in result["refused"][1]
+        assert "surplus ['more']" in result["wrong"][0]
+        assert "head.bias is [7], not [4]" in result["wrong"][1]
+        assert result["equal"]
+        assert 0 < result["moved"] < 0.2  # the copy that steps in host memory was loaded too
 
 
 class Tied(Net):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -364,6 +366,54 @@ def test_parameters_and_buffers_of_any_layout_are_rank_0s(pool2):
     for result in pool2.run(odd_layouts):
         assert result["buffers"] == [[[0, 2], [4, 6]], [[i] * 3 for i in range(4)], [1, 2]]
         assert all(torch.equal(result["weights"][n], p) for n, p in make_net(seed=0).named_parameters())
+
+
+def different_on_rank_1(what: str) -> str:
+    odd = torch.distributed.get_rank() == 1
+    net = nn.Linear(8, 5) if odd and what == "parameters" else nn.Linear(8, 4)
+    with pytest.raises(ValueError) as caught:
+        open_engine(config(lr=0.2 if odd and what == "config" else 0.1), net)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("what", ["config", "parameters"])
+def test_ranks_with_different_configs_or_modules_are_told(pool2, what):
+    assert set(pool2.run(different_on_rank_1, what)) == {f"rank 1 has another {what} than rank 0; give all ranks the same"}
+
+
+def test_the_optimizer_steps_inside_the_engine_alone():
+    engine = open_engine(config(ranks=1, accumulation=2))
+    steps = micro_batches(1, 2)
+    for x, y in steps[0]:
+        engine.optimizer.zero_grad()  # as loops do, also in mid-accumulation
+        engine.backward(loss_of(engine(x), y))
+        with pytest.raises(RuntimeError, match=r"use engine\.step\(\)"):
+            engine.optimizer.step()
+        engine.step()
+    assert worst(weights_of(engine), plain_sgd(steps)) < 1e-5
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Rprop])
+def test_an_optimizer_of_whole_tensors_is_refused(kind):
+    net = make_net()
+    with pytest.raises(ValueError, match="its step does not work on shards"):
+        initialize(model=net, optimizer=kind(net.parameters()), config=without_optimizer(ranks=1))
+
+
+def test_what_was_given_overrules_the_config_and_says_so():
+    net = make_net()
+    engine, *_ = initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config(ranks=1))
+    said = {effect.key: effect.text for effect in engine.effects}
+    assert said["optimizer.type"] == "no effect: initialize was given an optimizer"
+
+
+def test_names_that_are_elsewhere_are_told():
+    with pytest.raises(AttributeError, match="'ops': optimizers are named in the config"):
+        hybrid.ops  # noqa: B018
+    code = "import hybrid; hybrid.init_distributed('nccl')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if not torch.cuda.is_available():
+        assert "dist_backend=nccl, but torch finds no CUDA device" in done.stderr
 
 
 def test_a_module_is_given_once():
