@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from hybrid.config import HybridConfig
 from hybrid.mesh import Mesh
@@ -157,6 +158,22 @@ def reshard(module: nn.Module) -> None:
 def gathered(module: nn.Module) -> list[str]:
     """Names of parameters that this rank holds whole at the moment (empty between phases)."""
     return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+
+
+def mark_gathered(module: nn.Module, attribute: str) -> None:
+    """Give `attribute` (True) to every whole parameter that a forward puts in the place of a shard. FSDP2 makes one for each
+    shard, at the first gather, and keeps it: one look, after the first gather of each group, is enough."""
+    handles: dict[FSDPModule, RemovableHandle] = {}
+    for group in groups(module):
+
+        def mark(unit: nn.Module, args: object, group: FSDPModule = group) -> None:
+            held = [p for parameters in group._get_fsdp_state()._fsdp_param_groups for p in parameters.fsdp_params]
+            if all(hasattr(p, "_unsharded_param") for p in held):
+                for p in held:
+                    setattr(p._unsharded_param, attribute, True)
+                handles.pop(group).remove()
+
+        handles[group] = cast(nn.Module, group).register_forward_pre_hook(mark)
 
 
 def abandon(module: nn.Module) -> None:

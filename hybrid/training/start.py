@@ -255,7 +255,7 @@ def _shard(model: nn.Module, settings: TrainingConfig, mesh: Mesh) -> tuple[nn.M
         for child, flag in flags:  # the caller's, as without this section
             child.training = flag
         rollouts = Rollouts(sharded)
-        note_owners(model)
+        note_owners(sharded.module)
         return sharded.module, rollouts
     shard_module(model, settings, mesh)
     note_owners(model)

@@ -21,7 +21,6 @@ from training_cases import (
     share,
     train,
     weights_of,
-    whole,
     worst,
 )
 
@@ -536,49 +535,6 @@ def test_the_callers_collate_function_is_used():
 
 
 # -- names that scripts use
-
-
-def gathered_parameters(offload: bool) -> dict:
-    zero = {"offload_optimizer": {"device": "cpu"}} if offload else {}
-    engine = open_engine(config(zero_optimization=zero))
-    weight = engine.module.blocks[0].up.weight
-    before = whole(weight)
-    with hybrid.zero.GatheredParameters(weight):
-        inside = engine.module.blocks[0].up.weight
-        seen = torch.equal(inside, before)
-        inside.data.zero_()
-    unchanged = torch.equal(whole(weight), before)
-    with hybrid.zero.GatheredParameters([weight, engine.module.head.bias], modifier_rank=1):
-        if engine.global_rank == 1:
-            nn.init.ones_(engine.module.blocks[0].up.weight)
-    after = whole(weight)
-    train(engine, micro_batches(1, 1))
-    return {"seen": seen, "unchanged": unchanged, "after": after, "step": (whole(weight) - 1).abs().max().item()}
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_gathered_parameters(pool2, offload):
-    for result in pool2.run(gathered_parameters, offload):
-        assert result["seen"]
-        assert result["unchanged"]
-        assert torch.equal(result["after"], torch.ones(16, 16))
-        assert 0 < result["step"] < 0.5  # the next step starts from what was put in
-
-
-def test_a_parameter_of_no_engine_is_refused(pool2):
-    with pytest.raises(AssertionError, match=r"was not sharded by hybrid\.initialize"):
-        pool2.run(gather_a_stranger)
-    with hybrid.zero.GatheredParameters(make_net().head.weight):  # a plain one is whole already
-        pass
-
-
-def gather_a_stranger() -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    net = make_net()
-    fully_shard(net)
-    with hybrid.zero.GatheredParameters(net.head.weight):
-        pass
 
 
 def communicate() -> list[Any]:
