@@ -364,6 +364,8 @@ class HybridEngine:
     ) -> None:
         """A sharded checkpoint of weights, optimizer, schedule, random states and `extra` (JSON); weights, optimizer and schedule
         of `others` too, by name. Of a model with an adapter, the base is not stored but named by a fingerprint."""
+        for engine in (self, *others.values()):
+            engine._update.take()
         save_checkpoint(
             path,
             model=self._stored(),

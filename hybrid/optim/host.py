@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from hybrid.sharding import local
 
+_CHUNK = 2**22  # numbers that are compared at a time: what that takes of the device's memory is small
 COPY = "hybrid_host_copy"  # attribute of a parameter: its copy, for those who change its value
 
 
@@ -18,7 +19,8 @@ class HostMirror:
     """Copies of the trained parameters' shards in host memory, on which `optimizer` steps.
 
     A gradient goes to the host as soon as backward has reduced it, beside the rest of backward (page-locked memory, on CUDA);
-    new values come back after the step.
+    new values come back after the step. What the caller changes in between, weights or gradients, by whatever way, counts: it is
+    found by value, since a change through `.data` moves no version counter.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], *, pin: bool) -> None:
@@ -32,9 +34,7 @@ class HostMirror:
         device = next((p.device for p in self._pairs), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pin = pin and self._stream is not None
-        self._copies: dict[
-            nn.Parameter, tuple[Tensor, tuple[int, int]]
-        ] = {}  # of gradients, on their way; the version of what was copied
+        self._copies: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # of gradients, on their way; the digest, on CUDA
         self.armed = False  # whether the next gradients are a step's last
         for parameter in self._pairs:
             if isinstance(parameter, DTensor):
@@ -55,21 +55,35 @@ class HostMirror:
         assert parameter.grad is not None
         gradient = local(parameter.grad)
         if self._stream is None:
-            self._copies[parameter] = gradient.clone(), _version(parameter.grad)
+            self._copies[parameter] = gradient.clone(), None
             return
+        sent = digest(gradient)
         self._stream.wait_stream(torch.cuda.current_stream(gradient.device))
         with torch.cuda.stream(self._stream):
             copy = torch.empty_like(gradient, device="cpu", pin_memory=self._pin).copy_(gradient, non_blocking=self._pin)
-            self._copies[parameter] = copy, _version(parameter.grad)
+            self._copies[parameter] = copy, sent
             gradient.record_stream(self._stream)
 
+    def _is_sent(self, parameter: nn.Parameter) -> bool:
+        """Whether the gradient's copy is of its present value (the caller may have clipped it since)."""
+        if parameter.grad is None or parameter not in self._copies:
+            return False
+        copy, sent = self._copies[parameter]
+        gradient = local(parameter.grad)
+        return same_bits(gradient, copy) if sent is None else torch.equal(sent, digest(gradient))
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """What the caller has made of the parameters since the last push, to their copies. One pass over both."""
+        for parameter, copy in self._pairs.items():
+            if not same_bits(local(parameter), local(copy)):
+                local(copy).copy_(local(parameter))
+
     def pull(self) -> list[Tensor]:
-        """Every gradient at its copy, ready to be used there; returns them."""
+        """Parameters as the caller left them and every gradient at the copies, ready for a step; returns the gradients."""
+        self.take()
         for parameter in self._pairs:
-            if parameter.grad is None:
-                continue
-            _, version = self._copies.get(parameter, (None, None))
-            if version != _version(parameter.grad):  # not sent yet, or changed since (clipped by the caller, say)
+            if parameter.grad is not None and not self._is_sent(parameter):
                 self._send(parameter)
         if self._stream is not None:
             self._stream.synchronize()
@@ -98,9 +112,40 @@ class HostMirror:
             group["params"] = [self.of(p) for p in group["params"]]
 
 
-def _version(gradient: Tensor) -> tuple[int, int]:
-    """Changes with every change in place: of the whole, or of the shard in it."""
-    return gradient._version, local(gradient)._version
+@torch.no_grad()
+def same_bits(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are the same to the bit (a NaN is equal to itself); compared where the first is."""
+    if first.shape != second.shape or first.dtype != second.dtype:
+        return False
+    parts = zip(_bits(first).split(_CHUNK), _bits(second).split(_CHUNK), strict=True)
+    return all(torch.equal(one, other.to(one.device)) for one, other in parts)
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """int64 [] on the tensor's device, without waiting for it; another one for other bits or another order of them, short of an
+    accident of 1 in 2^64. The sum of each place and its bits, mixed as in SplitMix64 (Steele et al. 2014)."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for i, part in enumerate(_bits(tensor).split(_CHUNK)):
+        places = torch.arange(i * _CHUNK + 1, i * _CHUNK + len(part) + 1, device=tensor.device)
+        mixed = _mix(places.mul_(0x9E3779B97F4A7C15 - 2**64))
+        total += _mix(mixed.add_(part)).sum()
+    return total
+
+
+def _mix(words: Tensor) -> Tensor:
+    """In place: a permutation of the 64-bit words, in which each bit of a result depends on all of the word."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        words ^= (words >> shift) & (2 ** (64 - shift) - 1)
+        words *= factor - 2**64  # as a signed word
+    words ^= (words >> 31) & (2**33 - 1)
+    return words
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Its memory as integers, in one dimension."""
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    return tensor.detach().reshape(-1).view(width)
 
 
 def _on_host(tensor: Tensor, pin: bool) -> Tensor:

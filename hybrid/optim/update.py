@@ -141,6 +141,11 @@ class Update:
                 gradient /= self._divide_by
             parameter.grad = gradient
 
+    def take(self) -> None:
+        """Let what the caller has made of the parameters be what is stored of them (a step does so itself)."""
+        if self.mirror is not None:
+            self.mirror.take()
+
     def drop(self) -> None:
         """No gradient, and no scale that one was multiplied by."""
         self._scale = None

@@ -47,6 +47,7 @@ def save_checkpoint(
         if foreign := others(folder, marker="state.json", owns=lambda entry: True):
             raise ValueError(f"{folder} exists and is no checkpoint ({', '.join(foreign[:3])}); give another tag")
         _check_no_gradients(engine)
+        engine._update.take()
         state = {
             "engine": engine_state.capture(engine, without_frozen=exclude_frozen_parameters),
             "client": encode(_mapping(client_state), "client_state"),

@@ -44,6 +44,7 @@ def save_16bit_model(
             engine._log.warning("save_16bit_model wrote nothing: at stage 3 it needs %s: true", FLAG)
         return False
     sharding.reshard(engine.root)
+    engine._update.take()
     compute = engine.config.precision().compute
     dtype = None if compute is None else getattr(torch, TORCH_NAMES[compute])
     tensors = engine_state.named_tensors(engine, exclude_frozen=exclude_frozen_parameters)
@@ -95,6 +96,7 @@ def load_module_state_dict(engine: TrainingEngine, state: Mapping[str, Tensor]) 
 def module_state_dict(engine: TrainingEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
     """See TrainingEngine.module_state_dict."""
     sharding.reshard(engine.root)
+    engine._update.take()
     names: dict[int, list[str]] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

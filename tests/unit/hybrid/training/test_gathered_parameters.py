@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -24,7 +25,7 @@ from training_cases import (
 
 import hybrid
 from hybrid import TrainingEngine
-from hybrid.optim.host import COPY
+from hybrid.optim.host import COPY, digest, same_bits
 from hybrid.sharding import gathered, local
 from hybrid.zero import GatheredParameters
 
@@ -239,3 +240,95 @@ def of_a_wrapped_model() -> bool:
 
 def test_what_the_generating_engine_has_gathered_is_not_changed(pool2):
     assert pool2.run(of_a_wrapped_model) == [True, True]
+
+
+# -- weights and gradients in host memory
+
+
+def by_hand(p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p.mul_(0.5)
+
+
+def through_data(p: nn.Parameter) -> None:
+    p.data.copy_(p.data * 0.5)
+
+
+def through_the_shard(p: nn.Parameter) -> None:
+    local(p.data).mul_(0.5)
+
+
+def changed_weights(change: Callable[[nn.Parameter], None], folder: str) -> dict:
+    engine, other, third = (open_engine(config(zero_optimization=OFFLOAD)) for _ in range(3))
+    for one in (engine, other, third):
+        train(one, micro_batches(2, 1)[:1])
+        for p in one.module.parameters():
+            change(p)
+    train(engine, micro_batches(2, 1)[1:])
+    saved = other.module_state_dict()
+    third.save_checkpoint(folder)
+    again = open_engine(config(zero_optimization=OFFLOAD), make_net(seed=5))
+    again.load_checkpoint(folder)
+    return {"saved": saved, "loaded": weights_of(again), "stored": stored(again), "trained": weights_of(engine)}
+
+
+@pytest.mark.parametrize("change", [by_hand, through_data, through_the_shard])
+def test_weights_that_the_caller_changes_are_the_ones_that_are_saved_and_step(pool2, tmp_path, change):
+    net = make_net()
+    plain_sgd(micro_batches(2, 1)[:1], module=net)
+    for p in net.parameters():
+        by_hand(p)
+    changed = {name: p.detach().clone() for name, p in net.named_parameters()}
+    trained = plain_sgd(micro_batches(2, 1)[1:], module=net)
+    for result in pool2.run(changed_weights, change, str(tmp_path)):
+        for key in ("saved", "loaded", "stored"):
+            assert worst(result[key], changed) < 1e-5
+        assert worst(result["trained"], trained) < 1e-5
+
+
+def changed_gradients() -> dict:
+    engine = open_engine(config(zero_optimization=OFFLOAD))
+    ((x, y),) = micro_batches(1, 1)[0]
+    engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+    sent = len(engine._update.mirror._copies)
+    for p in engine.module.parameters():
+        p.grad.data.mul_(0.5)
+    engine.step()
+    return {"sent": sent, "weights": weights_of(engine)}
+
+
+def test_gradients_that_are_changed_through_data_are_the_ones_that_step(pool2):
+    expected = plain_sgd(micro_batches(1, 1), lr=0.05)
+    for result in pool2.run(changed_gradients):
+        assert result["sent"] == len(expected)  # already copied when they were changed
+        assert worst(result["weights"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_digest_tells_what_was_changed(dtype):
+    values = torch.randn(64, 32).to(dtype)
+    changes = {
+        "same": values.clone(),
+        "halved": values * 0.5,
+        "negated": -values,
+        "rows": values.flip(0),
+        "one": values.index_put((torch.tensor(3), torch.tensor(5)), values[3, 5] * 1.01),
+        "zeros": torch.zeros_like(values),
+        "-0": -torch.zeros_like(values),
+        "NaN": values * torch.nan,
+        "shape": values[:-1],
+    }
+    assert {name for name, other in changes.items() if same_bits(values, other)} == {"same"}
+    assert {name for name, other in changes.items() if torch.equal(digest(values), digest(other))} == {"same"}
+    assert len({digest(other).item() for other in changes.values()}) == len(changes)
+    assert same_bits(changes["NaN"], changes["NaN"].clone())
+    assert same_bits(values[:0], values[:0].clone())
+    assert not same_bits(values, values.to(torch.float16))
+
+
+def test_a_digest_of_many_numbers_reaches_the_last():
+    values = torch.zeros(2**22 + 3)
+    other = values.index_fill(0, torch.tensor([2**22 + 2]), 1.0)
+    first = values.index_fill(0, torch.tensor([2]), 1.0)  # the same place, of the chunk before
+    assert len({digest(v).item() for v in (values, other, first)}) == 3
+    assert not same_bits(values, other)
