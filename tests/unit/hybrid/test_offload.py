@@ -76,3 +76,21 @@ def test_shards_and_stage_0_are_refused_together(tmp_path):
     save_tiny(tmp_path, "llama", num_hidden_layers=1)
     with pytest.raises(ValueError, match="shard_ranks=2 with zero_stage=0"):
         make_engine(str(tmp_path), zero_stage=0, shard_ranks=2)
+
+
+def changed_before_a_save(path: str, saved: str) -> dict:
+    engine = make_engine(path, optimizer=ADAMW, offload_optimizer=True)
+    for parameter in engine.model.parameters().values():
+        parameter.data.mul_(0.5)
+    expected = full_weights(engine)
+    engine.save(saved)
+    again = make_engine(path, optimizer=ADAMW, offload_optimizer=True)
+    again.load(saved)
+    loaded = full_weights(again)
+    return {name: torch.equal(loaded[name], weight) for name, weight in expected.items()}
+
+
+def test_weights_that_the_caller_changed_are_saved(pool2, tmp_path):
+    save_tiny(tmp_path / "model", "llama")
+    for result in pool2.run(changed_before_a_save, str(tmp_path / "model"), str(tmp_path / "saved")):
+        assert all(result.values())
