@@ -26,8 +26,9 @@ $(INSTALLED): constraints.txt pyproject.toml
 demo: venv
 	$(BIN)/hybrid train recipes/opsd/demo.yaml $(ARGS)
 
+# Two at a time, a file at a time: ranks of one wait while those of the other compute.
 test: venv
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow $(ARGS)
