@@ -111,4 +111,15 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
             reply = (True, target(*args, **kwargs))
         except BaseException:  # whatever it is, the test must see it
             reply = (False, traceback.format_exc())
+        _end_groups()
         connection.send(reply)
+
+
+def _end_groups() -> None:
+    """End what process groups a call has made: each keeps a few threads, and hundreds of calls would keep thousands."""
+    import torch.distributed as dist
+
+    default = dist.group.WORLD
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not default:
+            dist.destroy_process_group(group)
