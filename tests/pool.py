@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
+CALLS = 250  # of one set of processes: each leaves process groups with a few threads, and thousands of them slow everything
 SETTLE_S = 5.0  # after one rank failed, how long the others may take to end too
 
 
@@ -32,9 +33,13 @@ class Pool:
     def __init__(self, size: int) -> None:
         self.size = size
         self._workers: list[tuple[SpawnProcess, Connection]] = []
+        self._calls = 0
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any) -> list[Any]:
         """Results by rank. `function` is a module-level function; it, arguments and results cross process borders."""
+        self._calls += 1
+        if self._calls % CALLS == 0:
+            self.close()
         if not self._workers:
             self._start()
         for _, connection in self._workers:
@@ -111,15 +116,4 @@ def _serve(rank: int, size: int, port: int, connection: Connection) -> None:
             reply = (True, target(*args, **kwargs))
         except BaseException:  # whatever it is, the test must see it
             reply = (False, traceback.format_exc())
-        _end_groups()
         connection.send(reply)
-
-
-def _end_groups() -> None:
-    """End what process groups a call has made: each keeps a few threads, and hundreds of calls would keep thousands."""
-    import torch.distributed as dist
-
-    default = dist.group.WORLD
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not default:
-            dist.destroy_process_group(group)

@@ -357,7 +357,7 @@ def test_the_peak_is_of_what_came_after_its_reset():
     high = measure.peak_resident_bytes()
     del second
     assert before - low > 2**27
-    assert 2**27 <= high - low < 2**27 + 2**24
+    assert 2**27 - 2**20 <= high - low < 2**27 + 2**24  # a page that was freed meanwhile may serve again
 
 
 def test_memory_of_a_process_counts_its_children():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -340,7 +341,7 @@ def interleaved(stage: int) -> list[tuple[dict[str, Tensor], list[torch.dtype]]]
         for engine in engines:
             before = waiting()
             losses.append(loss_of(engine(share(engine, x)), share(engine, y)))
-            found.append([d for d in waiting() if d not in before])
+            found.append(sorted(waiting() - before, key=str))  # more of that dtype than before
         for engine, loss in zip(engines, losses, strict=True):
             engine.backward(loss)
             engine.step()
@@ -348,10 +349,11 @@ def interleaved(stage: int) -> list[tuple[dict[str, Tensor], list[torch.dtype]]]
     return [(weights_of(engine), found[i]) for i, engine in enumerate(engines)]
 
 
-def waiting() -> list[torch.dtype]:
+def waiting() -> Counter[torch.dtype]:
+    gc.collect()  # what earlier tests of this process have left
     narrow = (torch.float16, torch.bfloat16)
-    return sorted({x.dtype for x in gc.get_objects() if type(x) is Tensor and x.dtype in narrow and x.shape[-1:] == (2 * WIDTH,)},
-                  key=str)  # fmt: skip
+    held = [x for x in gc.get_objects() if type(x) is Tensor and x.dtype in narrow and x.shape[-1:] == (2 * WIDTH,)]
+    return Counter(x.dtype for x in held)
 
 
 def test_two_engines_each_follow_their_own_section(pool2):

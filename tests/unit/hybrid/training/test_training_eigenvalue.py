@@ -189,6 +189,7 @@ def run(settings: dict, steps: int) -> dict:
                 gradients.append({n: p.grad.full_tensor().clone() for n, p in engine.module.named_parameters()})
             engine.step()
     messages = {name: sum(size["count"] for size in sizes.values()) for name, sizes in engine.comms_logger.summary().items()}
+    engine.destroy()  # its logger would see what later tests of this process send
     return {
         "weights": weights_of(engine), "gradients": gradients, "losses": losses, "random": torch.get_rng_state(),
         "norm": engine.get_global_grad_norm(), "found": dict(engine.eigenvalues), "messages": messages,
