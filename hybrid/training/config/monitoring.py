@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-
 from pydantic import Field, field_validator, model_validator
 
 from hybrid.config import Strict
+from hybrid.training.config.fields import nearest
 
 # The functions of torch.distributed that a CommsLogger tells apart
 COLLECTIVES = (
@@ -57,9 +56,7 @@ class CommsLoggerConfig(Strict):
     def _check_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if name not in COLLECTIVES:
-                near = difflib.get_close_matches(name, COLLECTIVES, 1)
-                hint = f"nearest: {near[0]}" if near else f"allowed: {', '.join(COLLECTIVES)}"
-                raise ValueError(f"prof_ops has {name!r}, which is unknown; {hint}")
+                raise ValueError(f"prof_ops has {name!r}, which is unknown; {nearest(name, COLLECTIVES)}")
         return names
 
     @model_validator(mode="after")
