@@ -11,11 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+# By default process group: the meshes made over it. The groups below a mesh live as long as that one (torch holds them by name),
+# and each costs threads or a communicator, so engines of one layout share them, as torch's own share the default group.
+_MESHES: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, int, int], DeviceMesh]] = WeakKeyDictionary()
 
 
 class MeshSettings(Protocol):
@@ -102,14 +107,22 @@ def open_mesh(config: MeshSettings) -> Mesh:
     if world_size % shards:
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(f"{shards} ranks are to hold one copy of the weights, of {world_size}; allowed: {fitting}")
-    shape = (world_size // shards, shards)
     return Mesh(
         rank=dist.get_rank(),
         world_size=world_size,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
         device=device,
-        device_mesh=init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard")),
+        device_mesh=_device_mesh(device.type, world_size // shards, shards),
     )
+
+
+def _device_mesh(device_type: str, copies: int, shards: int) -> DeviceMesh:
+    """Collective where it is the first of its shape."""
+    assert dist.group.WORLD is not None
+    made = _MESHES.setdefault(dist.group.WORLD, {})
+    if (key := (device_type, copies, shards)) not in made:
+        made[key] = init_device_mesh(device_type, (copies, shards), mesh_dim_names=("replicate", "shard"))
+    return made[key]
 
 
 def choose_device(name: str) -> torch.device:

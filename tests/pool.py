@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-CALLS = 250  # of one set of processes: each leaves process groups with a few threads, and thousands of them slow everything
+CALLS = 250
 SETTLE_S = 5.0  # after one rank failed, how long the others may take to end too
 
 
