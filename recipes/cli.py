@@ -95,7 +95,7 @@ def _refuse(*lines: str) -> int:
     """Say what is wrong with the input. Ranks usually meet the same problem: one says it."""
     rank = "" if launch.is_main_rank() else f"rank {os.environ['RANK']}: "
     if rank:
-        time.sleep(5)  # rank 0 speaks first, and its launcher then ends this process
+        time.sleep(10)  # rank 0 speaks first, and its launcher then ends this process
     for line in lines:
         print(f"hybrid: {rank}error: {line}", file=sys.stderr)
     return 2
