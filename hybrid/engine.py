@@ -330,6 +330,7 @@ class HybridEngine:
             yield
         except BaseException:
             sharding.abandon(self.model.module)
+            sharding.discard_waiting(self.model.module)
             self.optimizer.zero_grad()
             raise
 

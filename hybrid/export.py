@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -71,7 +71,7 @@ def save_pretrained(
         error = caught
     if (line := first_error(error, group)) is not None:
         raise error or ValueError(line)
-    entries = [*_given(tensors, dtype, value), *_given(copied, None)]
+    entries = [*_given(tensors, lambda _: dtype, value), *_given(copied, lambda _: None)]
     files = _plan(entries, max_file_bytes)
     own_dtype = next((entry.info.dtype for entry in entries if entry.info.dtype.is_floating_point), torch.float32)
     saved_config = _config_for_disk(config, architecture, dtype or own_dtype)
@@ -105,13 +105,13 @@ def save_weights(
     path: str | os.PathLike[str],
     tensors: Iterable[tuple[str, Tensor]],
     *,
-    dtype: torch.dtype | None = None,
+    dtypes: Mapping[str, torch.dtype],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Collective: one safetensors file, whole or not at all, of `tensors` as `save_pretrained` takes them, gathered one by one.
-    Raises FolderError on every rank if it cannot be written."""
+    """Collective: one safetensors file, whole or not at all, of `tensors` as `save_pretrained` takes them, gathered one by one;
+    in the dtype of their name, those without one as they are. Raises FolderError on every rank if it cannot be written."""
     path = Path(path)
-    entries = sorted(_given(tensors, dtype), key=lambda entry: -entry.info.dtype.itemsize)
+    entries = sorted(_given(tensors, dtypes.get), key=lambda entry: -entry.info.dtype.itemsize)
     reads = (entry.read() for entry in entries)
     partial = path.with_name(f".{path.name}{PARTIAL}")
     error: Exception | None = None
@@ -131,7 +131,7 @@ def save_weights(
 
 def _given(
     tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype | None,
+    dtype_of: Callable[[str], torch.dtype | None],
     value: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Iterator[_Entry]:
     seen: set[int] = set()
@@ -139,7 +139,8 @@ def _given(
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        saved = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+        saved = dtype_of(name) if tensor.is_floating_point() else None
+        saved = saved or tensor.dtype
         yield _Entry(TensorInfo(name, saved, tuple(tensor.shape)), partial(_gather, name, tensor, saved, value))
 
 

@@ -6,10 +6,12 @@ One process needs no launcher: it gets a group of its own and takes the same cod
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -180,6 +182,40 @@ def raise_together(error: ValueError | None) -> None:
     """Collective: ValueError on every rank where any has an error, with the line of `first_error`."""
     if (line := first_error(error)) is not None:
         raise ValueError(line) from error
+
+
+def check_same(what: str, lines: Sequence[str]) -> None:
+    """Collective: ValueError on every rank, with the first line that differs, where ranks say different things of `what`."""
+    text = "\n".join(lines)
+    digests = gather_texts(hashlib.sha256(text.encode()).hexdigest())
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
+        return
+    texts = gather_texts(text)
+    pairs = zip_longest(texts[0].split("\n"), texts[odd].split("\n"), fillvalue="nothing")
+    theirs, given = next(pair for pair in pairs if pair[0] != pair[1])
+    raise ValueError(
+        f"rank {odd} was given other {what} than rank 0: {given.strip()}, not {theirs.strip()}; give all ranks the same"
+    )
+
+
+def in_text(value: object) -> str:
+    """A setting for `check_same`: numbers in full, also those in a tensor; of objects the type."""
+    if isinstance(value, torch.Tensor):
+        return repr(value.tolist())
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(in_text, value))}]"
+    return repr(value) if value is None or isinstance(value, bool | int | float | str) else type(value).__name__
+
+
+def check_same_module(module: torch.nn.Module) -> None:
+    """Collective: ValueError on every rank where ranks hold modules that do not have the same parameters and buffers, by name,
+    shape and dtype, or do not train the same."""
+    lines = [
+        f"{n}: {list(p.shape)} {p.dtype}{', trained' if p.requires_grad else ', frozen'}" for n, p in module.named_parameters()
+    ]
+    check_same("parameters", lines)
+    check_same("buffers", [f"{n}: {list(b.shape)} {b.dtype}" for n, b in module.named_buffers()])
 
 
 def describe(error: BaseException) -> str:

@@ -72,7 +72,8 @@ def shard(
     _shard_unit(module, grid, layout, False)
     for group in groups(module):
         group.set_reshard_after_backward(free_layers, recurse=False)
-    divide_gradients(module, 1.0, mesh)
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
 
 
 def _frees_layers(stage: int) -> bool:
@@ -81,12 +82,15 @@ def _frees_layers(stage: int) -> bool:
     return stage in (0, 3)
 
 
-def divide_gradients(module: nn.Module, by: float, mesh: Mesh) -> None:
-    """Let every gradient be the sum over ranks, divided by that. (Where no weight is cut, FSDP2 of torch 2.13 divides twice if it
-    is also told to sum: the copy that stands for the reduce-scatter, and the result.)"""
+def divide_gradients(module: nn.Module, by: float) -> None:
+    """Let every gradient be the sum over ranks, divided by that. (FSDP2's own factor does it before, after or twice, by the dtype
+    that is sent and by whether weights are cut: torch 2.13.)"""
+
+    def divide(reduced: Tensor) -> None:
+        reduced /= by
+
     for group in groups(module):
-        group.set_gradient_divide_factor(by)
-        group.set_force_sum_reduction_for_comms(shard_count(mesh) > 1 or by == 1.0)  # gloo has no pre-multiplied sum
+        group.set_all_reduce_hook(divide)
 
 
 def _shard_unit(unit: nn.Module, grid: DeviceMesh, layout: Layout, reshard_after_forward: bool | int) -> None:
@@ -160,6 +164,16 @@ def gathered(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
 
 
+def gather_dtypes(module: nn.Module) -> dict[nn.Parameter, torch.dtype]:
+    """In which dtype each shard is gathered to compute; those without an entry compute as they are."""
+    dtypes: dict[nn.Parameter, torch.dtype] = {}
+    for group in groups(module):
+        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+            if (dtype := parameters.mp_policy.param_dtype) is not None:
+                dtypes |= dict.fromkeys((held.sharded_param for held in parameters.fsdp_params), dtype)
+    return dtypes
+
+
 def mark_gathered(module: nn.Module, attribute: str) -> None:
     """Give `attribute` (True) to every whole parameter that a forward puts in the place of a shard. FSDP2 makes one for each
     shard, at the first gather, and keeps it: one look, after the first gather of each group, is enough."""
@@ -177,12 +191,25 @@ def mark_gathered(module: nn.Module, attribute: str) -> None:
 
 
 def abandon(module: nn.Module) -> None:
-    """After a forward or backward that raised: drop what is in flight, free what is gathered, ready for the next."""
+    """After a forward or backward that raised: end what is in flight, free what is gathered, ready for the next. Gradients of
+    earlier backwards stay."""
     root = cast(FSDPModule, module)
     if root._get_fsdp_state()._is_root:  # None before the first forward: nothing can be in flight
         root.reset_iter_state()
     reshard(module)
-    discard_waiting(module)
+
+
+def is_waiting(module: nn.Module) -> bool:
+    """Whether there are gradients that wait for their reduction, which no shard's `grad` shows."""
+    for group in groups(module):
+        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+            for held in parameters.fsdp_params:
+                gathered = getattr(held, "_unsharded_param", None)
+                if held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
+                    return True
+            if parameters._partial_reduce_output is not None:
+                return True
+    return False
 
 
 def discard_waiting(module: nn.Module) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from hybrid.optim.host import COPY
 from hybrid.sharding import local, mark_gathered, own_rows
 
 log = logging.getLogger(__name__)
@@ -126,8 +125,6 @@ def _take(parameter: nn.Parameter, whole: Tensor, rank: int) -> None:
         dist.broadcast(whole, rank)
     part = whole[own_rows(parameter)] if isinstance(parameter, DTensor) else whole
     local(parameter.data).copy_(part)
-    if (copy := parameter.__dict__.get(COPY)) is not None:
-        local(copy).copy_(part)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor
 from hybrid.sharding import local
 
 _CHUNK = 2**22  # numbers that are compared at a time: what that takes of the device's memory is small
-COPY = "hybrid_host_copy"  # attribute of a parameter: its copy, for those who change its value
 
 
 class HostMirror:
@@ -30,10 +29,10 @@ class HostMirror:
             if parameter.requires_grad:
                 pinned = pin and parameter.device.type == "cuda"
                 self._pairs[parameter] = nn.Parameter(_like(parameter, _on_host(local(parameter.detach()), pinned)))
-                parameter.__dict__[COPY] = self._pairs[parameter]
         device = next((p.device for p in self._pairs), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pin = pin and self._stream is not None
+        self._pushed: dict[nn.Parameter, Tensor] = {}  # on CUDA: digests of the parameters as this left them
         self._copies: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}  # of gradients, on their way; the digest, on CUDA
         self.armed = False  # whether the next gradients are a step's last
         for parameter in self._pairs:
@@ -74,10 +73,19 @@ class HostMirror:
 
     @torch.no_grad()
     def take(self) -> None:
-        """What the caller has made of the parameters since the last push, to their copies. One pass over both."""
-        for parameter, copy in self._pairs.items():
-            if not same_bits(local(parameter), local(copy)):
-                local(copy).copy_(local(parameter))
+        """What the caller has made of the parameters since the last push, to their copies. One pass over them."""
+        for parameter, changed in zip(self._pairs, self._changed()):
+            if changed:
+                local(self.of(parameter)).copy_(local(parameter))
+
+    def _changed(self) -> list[bool]:
+        """By parameter, whether it is not what its copy is."""
+        if self._stream is None:
+            return [not same_bits(local(parameter), local(copy)) for parameter, copy in self._pairs.items()]
+        now = {parameter: digest(local(parameter)) for parameter in self._pairs}
+        before = [self._pushed.get(parameter, now[parameter] + 1) for parameter in self._pairs]
+        self._pushed = now
+        return (torch.stack([*now.values()]) != torch.stack(before)).tolist() if now else []  # one wait for the device
 
     def pull(self) -> list[Tensor]:
         """Parameters as the caller left them and every gradient at the copies, ready for a step; returns the gradients."""
@@ -105,6 +113,8 @@ class HostMirror:
         """The copies' values to the parameters."""
         for parameter, copy in self._pairs.items():
             local(parameter).copy_(local(copy), non_blocking=self._pin)
+            if self._stream is not None:
+                self._pushed[parameter] = digest(local(parameter))
 
     def adopt(self, optimizer: torch.optim.Optimizer) -> None:
         """Let `optimizer`, made for the parameters, step on their copies."""

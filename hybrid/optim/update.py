@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybrid.mesh import Mesh
+from hybrid.mesh import Mesh, check_same, in_text, raise_together
 from hybrid.optim.gradients import clip_factor, not_finite, scale_, squared_norms
 from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler
@@ -85,9 +85,7 @@ class Update:
     ) -> Stepped:
         """Collective. `refuse` is called with the names of the gradients that are not finite, and may raise. unused: parameters,
         the same on every rank, that are not stepped on, whatever their gradients. schedule_kwargs: for the schedule's own step.
-        Raises what the scaler raises at its floor (LossScaleError), with the gradients dropped; ValueError, before anything
-        moves, for a schedule that needs other arguments."""
-        self._check_schedule(schedule_kwargs)
+        Raises what the scaler raises at its floor (LossScaleError), with the gradients dropped."""
         assert self.optimizer is not None, "an engine without an optimizer takes no step"
         scale, lr = self._scale or 1.0, float(self.optimizer.param_groups[0]["lr"])
         self._reduce_copies()
@@ -123,22 +121,30 @@ class Update:
         if self.mirror is not None:
             self.mirror.push()
 
-    def _check_schedule(self, given: Mapping[str, Any]) -> None:
+    def check_schedule(self, given: Mapping[str, Any]) -> None:
+        """Collective where the schedule needs arguments. Raises ValueError, the same on every rank, for what its step cannot be
+        called with, and where ranks give it different values (their rates would part)."""
         if self.schedule is None:
             return
+        signature, error = inspect.signature(self.schedule.step), None
         try:
-            inspect.signature(self.schedule.step).bind(**given)
-        except TypeError as error:
-            raise ValueError(
-                f"{type(self.schedule).__name__}.step: {error}; give what it needs: engine.step(lr_kwargs={{...}})"
-            ) from None
+            signature.bind(**given)
+        except TypeError as caught:
+            error = ValueError(
+                f"{type(self.schedule).__name__}.step: {caught}; give what it needs: engine.step(lr_kwargs={{...}})"
+            )
+        if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
+            raise_together(error)
+            check_same("lr_kwargs", [f"{name}={in_text(value)}" for name, value in given.items()])
+        elif error is not None:
+            raise error
 
     def _reduce_copies(self) -> None:
         for parameter in self._copies:
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             if self.mesh.world_size > 1 and gradient.numel():
                 dist.all_reduce(gradient)
-                gradient /= self._divide_by
+            gradient /= self._divide_by
             parameter.grad = gradient
 
     def take(self) -> None:

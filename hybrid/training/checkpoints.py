@@ -103,6 +103,7 @@ def load_checkpoint(
     if found is None:
         return None, {}
     sharding.reshard(engine.root)
+    engine._update.take()  # what is not in the checkpoint stays as the caller has made it
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
     client: dict[str, Any] = {}
     with engine_state.unchanged_on_error(engine):
@@ -113,7 +114,7 @@ def load_checkpoint(
         else:
             schedule = load_lr_scheduler_states and not load_module_only
             client = _load(engine, found, load_module_strict, with_optimizer, schedule, load_module_only)
-    engine.zero_grad()  # of the weights that were
+    engine.discard_gradients()  # of the weights that were
     if engine._update.mirror is not None:
         engine._update.mirror.push()
     return str(found), client
@@ -171,7 +172,7 @@ def _check_no_gradients(engine: TrainingEngine) -> None:
     if engine._waiting:
         raise ValueError(
             "gradients wait for the rest of their step, and no checkpoint holds gradients; save after the step() that uses them, "
-            "or drop them with zero_grad()"
+            "or drop them with discard_gradients()"
         )
 
 

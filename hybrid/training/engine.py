@@ -34,7 +34,8 @@ class TrainingEngine(EngineFacts):
 
     `engine(...)` is the module's forward; `engine.backward(loss)` adds gradients, of the mean over ranks and over the
     backwards of a step; `engine.step()` takes an optimizer step at each step's last backward and does nothing before. What
-    the engine does not know is looked up in `module`.
+    the engine does not know is looked up in `module`. Weights may be changed in place whenever no training forward waits for
+    its backward, nor a backward for the rest of its step: in between, some are gathered, and a change of those would be lost.
     """
 
     def __init__(
@@ -83,9 +84,10 @@ class TrainingEngine(EngineFacts):
         if training:
             self._meters.before_forward(self.global_steps + 1)
         tokens = tokens_in(args, kwargs) if training else 0
-        with self._meters.phase("forward", tokens=tokens), self._dropping_on_error(), self._checkpointing(), context:
+        guarded = self._dropping_on_error() if training else self._ending_on_error()
+        with self._meters.phase("forward", tokens=tokens), guarded, self._checkpointing(), context:
             result = self.root(*args, **kwargs) if self._rollouts is None else self.root(PlainCall(args, kwargs))
-        if not training:
+        if not training or not self.module.training:  # a backward that follows all the same gathers again
             sharding.reshard(self.root)
         return result
 
@@ -141,6 +143,8 @@ class TrainingEngine(EngineFacts):
         self._check_gradients(boundary)
         if self._waiting == 0:
             return
+        if boundary:
+            self._check_schedule(lr_kwargs or {})
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
         self._micro += 1
@@ -189,8 +193,8 @@ class TrainingEngine(EngineFacts):
 
     def _check_gradients(self, boundary: bool) -> None:
         """Whether a step would take the gradients that the caller means."""
-        error = None
-        if self._waiting == 0 and any(p.grad is not None for p in self._update.parameters.values()):
+        error, held = None, self._update.parameters.values()
+        if self._waiting == 0 and (any(p.grad is not None for p in held) or sharding.is_waiting(self.root)):
             error = "gradients are there that engine.backward did not make; use engine.backward(loss) in place of loss.backward()"
         if self._waiting and boundary and not self._is_synced:
             error = (
@@ -198,8 +202,15 @@ class TrainingEngine(EngineFacts):
                 "were not added over ranks; say True before that backward, not after it"
             )
         if error is not None:
-            self.zero_grad()
+            self.discard_gradients()
             raise ValueError(f"step: {error}; the gradients were dropped")
+
+    def _check_schedule(self, lr_kwargs: Mapping[str, Any]) -> None:
+        try:
+            self._update.check_schedule(lr_kwargs)
+        except ValueError:
+            self.discard_gradients()
+            raise
 
     def _announce(self, boundary: bool) -> None:
         """Say before a backward whether it is the step's last."""
@@ -215,7 +226,7 @@ class TrainingEngine(EngineFacts):
                 raise ValueError(f"no gradient reached {in_words(unused)}; freeze what is not used, or allow it: "
                                  "zero_optimization.ignore_unused_parameters: true")  # fmt: skip
         except ValueError:
-            self.zero_grad()
+            self.discard_gradients()
             raise
         return unused
 
@@ -226,7 +237,16 @@ class TrainingEngine(EngineFacts):
             yield
         except BaseException:
             sharding.abandon(self.root)
-            self.zero_grad()
+            self.discard_gradients()
+            raise
+
+    @contextmanager
+    def _ending_on_error(self) -> Iterator[None]:
+        """The same of what computes no gradients: those that wait stay."""
+        try:
+            yield
+        except BaseException:
+            sharding.abandon(self.root)
             raise
 
     # -- accumulation
@@ -255,6 +275,10 @@ class TrainingEngine(EngineFacts):
             self._boundary = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing, nor does that of `module` or `optimizer`: a step drops its gradients, and loops that call this before
+        each backward mean to lose none of those that it accumulates. To drop them: `discard_gradients`."""
+
+    def discard_gradients(self) -> None:
         """Drop what earlier backwards of this step have left; its accumulation begins anew."""
         sharding.discard_waiting(self.root)
         self._waiting = self._micro = 0
@@ -322,8 +346,9 @@ class TrainingEngine(EngineFacts):
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Collective: weights and buffers as one safetensors file, in the dtype that computes. False, with a warning, at stage 3
-        without stage3_gather_16bit_weights_on_model_save. Raises ValueError for another kind of file."""
+        """Collective: one safetensors file of weights, each in the dtype in which it computes, and of buffers as they are.
+        Returns False, with a warning, at stage 3 without stage3_gather_16bit_weights_on_model_save. Raises ValueError for another
+        kind of file."""
         return weights.save_16bit_model(self, save_dir, save_filename, exclude_frozen_parameters)
 
     def load_module_state_dict(self, state_dict: Mapping[str, Tensor]) -> None:

@@ -91,6 +91,9 @@ def restore(engine: TrainingEngine, state: Mapping[str, Any], *, optimizer: bool
                 "the checkpoint holds no schedule, and there is one here; resume without, or with load_lr_scheduler_states=False"
             )
         update.schedule.load_state_dict(decode(state["schedule"]))
+        if not optimizer and hasattr(update.schedule, "get_last_lr"):  # else the groups have brought their rates
+            for group, lr in zip(engine._groups(), update.schedule.get_last_lr()):
+                group["lr"] = lr
     elif schedule and state["schedule"] is not None:
         log.warning("the checkpoint holds a learning-rate schedule, and there is none here: rates stay at %s", engine.get_lr())
 

@@ -16,8 +16,8 @@ def encode(value: Any, where: str) -> Any:
     of None, bool, int, float, str, list, tuple, dict and Counter; a numpy number becomes Python's."""
     if value is None or type(value) in (bool, int, str):
         return value
-    if isinstance(value, numbers.Number) and hasattr(value, "item"):  # numpy's
-        return encode(value.item(), where)
+    if isinstance(value, numbers.Number) and hasattr(value, "item") and type(item := value.item()) is not type(value):  # numpy's
+        return encode(item, where)
     if type(value) is float:
         return value if math.isfinite(value) else {_FLOAT: str(value)}
     if type(value) is list:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import logging
 import sys
 from collections.abc import Callable
@@ -16,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
-from hybrid.mesh import Mesh, gather_texts, open_mesh, raise_together
+from hybrid.mesh import Mesh, check_same, check_same_module, in_text, open_mesh, raise_together
 from hybrid.models import ShardedModel
 from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler, check_loss_scaler, loss_scaler_of
@@ -41,7 +39,7 @@ from hybrid.training.parameters import (
     sharded_groups,
 )
 from hybrid.training.precision import dtypes_of
-from hybrid.training.weights import guard_state_dict
+from hybrid.training.weights import guard
 from hybrid.zero import note_owners
 
 Started = tuple[TrainingEngine, torch.optim.Optimizer | None, TrainingLoader | None, Any]
@@ -84,7 +82,7 @@ def initialize(
     raise_together(error)  # what is wrong on one rank must not leave the others waiting
     assert asked is not None
     assert model is not None
-    _check_same_on_all_ranks(asked.settings, model)
+    _check_same_on_all_ranks(asked, model)
     settings, effects = _settled(asked.settings, asked.effects, mesh)
     log, groups = _log_of(settings, model), asked.groups
     trained = {name for group in groups for name in group.names}
@@ -93,13 +91,15 @@ def initialize(
     eigenvalues = open_eigenvalues(model, settings, mesh, log)
     root, rollouts = _shard(model, settings, mesh)
     _, after = settings.divisors(mesh.world_size)
-    divide_gradients(root, after, mesh)
+    divide_gradients(root, after)
     made = _optimizer(optimizer, settings, groups, model)
     zero, mirror = settings.zero_optimization, None
     if made is not None and zero.offload_optimizer.on and not zero.offload_param.on:
         mirror = HostMirror(model.parameters(), pin=zero.offload_optimizer.pin_memory)
         mirror.adopt(made)
     schedule = None if made is None else _schedule(lr_scheduler, settings, made)
+    if made is not None:
+        _check_same_rates(made, schedule)
     update = Update(
         dict(model.named_parameters()),
         made,
@@ -113,7 +113,7 @@ def initialize(
     )
     if made is not None:
         update.own_optimizer()
-    guard_state_dict(model)
+    guard(model)
     engine = TrainingEngine(
         model, settings, mesh, update, root=root, rollouts=rollouts, eigenvalues=eigenvalues, effects=effects, log=log
     )
@@ -141,14 +141,21 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def _check_same_on_all_ranks(settings: TrainingConfig, model: nn.Module) -> None:
-    """Collective. Raises ValueError where ranks were given another config or another module."""
-    shapes = [(name, list(p.shape)) for name, p in model.named_parameters()]
-    for what, said in (("config", settings.model_dump_json()), ("parameters", json.dumps(shapes))):
-        digests = gather_texts(hashlib.sha256(said.encode()).hexdigest())
-        if len({*digests}) > 1:
-            odd = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
-            raise ValueError(f"rank {odd[0]} has another {what} than rank 0; give all ranks the same")
+def _check_same_on_all_ranks(asked: _Asked, model: nn.Module) -> None:
+    """Collective. Raises ValueError where ranks were given another config or module, or are to train other parameters."""
+    check_same("config", [line.rstrip(",") for line in asked.settings.model_dump_json(indent=0).split("\n")])
+    check_same_module(model)
+    check_same("parameter groups", [", ".join(group.names) for group in asked.groups])
+
+
+def _check_same_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+    """Collective. Raises ValueError where ranks would step differently."""
+    groups = [{key: in_text(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    said = [f"group {i}: {key}={value}" for i, group in enumerate(groups) for key, value in sorted(group.items())]
+    check_same(
+        "optimizers",
+        [type(optimizer).__name__, *said, "no schedule" if schedule is None else f"schedule {type(schedule).__name__}"],
+    )
 
 
 @dataclass(frozen=True)

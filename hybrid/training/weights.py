@@ -15,7 +15,6 @@ from hybrid import sharding
 from hybrid.export import save_weights
 from hybrid.mesh import raise_together
 from hybrid.training import engine_state
-from hybrid.training.config.dtypes import TORCH_NAMES
 
 if TYPE_CHECKING:
     from hybrid.training.engine import TrainingEngine
@@ -45,16 +44,17 @@ def save_16bit_model(
         return False
     sharding.reshard(engine.root)
     engine._update.take()
-    compute = engine.config.precision().compute
-    dtype = None if compute is None else getattr(torch, TORCH_NAMES[compute])
+    gathered_in = sharding.gather_dtypes(engine.root)
+    dtypes = {name: gathered_in[p] for name, p in engine._update.parameters.items() if p in gathered_in}
     tensors = engine_state.named_tensors(engine, exclude_frozen=exclude_frozen_parameters)
-    save_weights(Path(save_dir) / save_filename, tensors.items(), dtype=dtype)
+    save_weights(Path(save_dir) / save_filename, tensors.items(), dtypes=dtypes)
     return True
 
 
-def guard_state_dict(module: nn.Module) -> None:
-    """A sharded module's own state dict holds this rank's rows under whole shapes, which torch.save would write as they are: let
-    it name the verbs that gather instead."""
+def guard(module: nn.Module) -> None:
+    """What would do harm to a sharded module. Its own state dict, or that of a part, holds this rank's rows under whole shapes,
+    which torch.save would write as they are: it names the verbs that gather instead. Its zero_grad would drop some of the
+    gradients that a step accumulates: it does nothing, as the engine's."""
 
     def refuse_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         raise ValueError(
@@ -67,8 +67,10 @@ def guard_state_dict(module: nn.Module) -> None:
             "load_state_dict of a sharded module; use engine.load_module_state_dict(state), or load it before initialize"
         )
 
-    module.register_state_dict_pre_hook(refuse_save)
-    module.register_load_state_dict_pre_hook(refuse_load)
+    for part in module.modules():
+        part.register_state_dict_pre_hook(refuse_save)
+        part.register_load_state_dict_pre_hook(refuse_load)
+        part.__dict__["zero_grad"] = lambda set_to_none=True: None
 
 
 @torch.no_grad()
@@ -87,7 +89,7 @@ def load_module_state_dict(engine: TrainingEngine, state: Mapping[str, Tensor]) 
     raise_together(error)
     for name, tensor in held.items():
         sharding.local(tensor).copy_(state[name][sharding.own_rows(tensor)] if isinstance(tensor, DTensor) else state[name])
-    engine.zero_grad()
+    engine.discard_gradients()
     if engine._update.mirror is not None:
         engine._update.mirror.push()
 

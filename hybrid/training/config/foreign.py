@@ -25,7 +25,6 @@ KNOBS: dict[str, str] = {
     "zero_optimization.stage3_param_persistence_threshold": _SMALL,
     "zero_optimization.stage3_prefetch_bucket_size": "one layer ahead is gathered, whatever its size",
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": "weights are gathered by all-gather",
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": "the old name; use stage3_gather_16bit_weights_on_model_save",
     "zero_optimization.sub_group_size": "the optimizer steps over all shards of a rank at once",
     "zero_optimization.use_multi_rank_bucket_allreduce": _BUCKETS,
     "zero_optimization.module_granularity_threshold": _SMALL,

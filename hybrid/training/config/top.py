@@ -133,8 +133,6 @@ class TrainingConfig(Strict):
         """By what a gradient is divided before and after the sum over ranks."""
         whole = float(world_size) if self.gradient_allreduce_op == "mean" else 1.0
         before = whole if self.prescale_gradients else self.gradient_predivide_factor
-        if self.communication_data_type == "fp16" and self.zero_optimization.stage == 0:
-            before = whole  # FSDP2 would divide several times there
         return before, whole / before
 
     def precision(self) -> PrecisionPlan:

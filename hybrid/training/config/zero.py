@@ -59,11 +59,14 @@ class ZeroConfig(Strict):
     @model_validator(mode="before")
     @classmethod
     def _old_names(cls, given: Any) -> Any:
-        """cpu_offload: true is how offload_optimizer used to be spelled."""
-        if isinstance(given, dict) and "cpu_offload" in given:
-            given = {**given}
-            if given.pop("cpu_offload") is True:
-                given.setdefault("offload_optimizer", {"device": "cpu"})
+        """cpu_offload: true is how offload_optimizer used to be spelled; gather_fp16 was gather_16bit."""
+        if not isinstance(given, dict):
+            return given
+        given = {**given}
+        if given.pop("cpu_offload", None) is True:
+            given.setdefault("offload_optimizer", {"device": "cpu"})
+        if "stage3_gather_fp16_weights_on_model_save" in given:
+            given.setdefault("stage3_gather_16bit_weights_on_model_save", given.pop("stage3_gather_fp16_weights_on_model_save"))
         return given
 
     @model_validator(mode="after")

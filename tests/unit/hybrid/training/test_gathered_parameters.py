@@ -25,7 +25,7 @@ from training_cases import (
 
 import hybrid
 from hybrid import TrainingEngine
-from hybrid.optim.host import COPY, digest, same_bits
+from hybrid.optim.host import digest, same_bits
 from hybrid.sharding import gathered, local
 from hybrid.zero import GatheredParameters
 
@@ -34,7 +34,10 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 def stored(engine: TrainingEngine) -> dict[str, Tensor]:
     """What the optimizer steps on: the copies in host memory, where there are."""
-    return {name: whole(p.__dict__.get(COPY, p)) for name, p in engine.module.named_parameters()}
+    update = engine._update
+    update.take()
+    held = update.parameters if update.mirror is None else update.mirror.named(update.parameters)
+    return {name: whole(p) for name, p in held.items()}
 
 
 def gathered_parameters(offload: bool) -> dict:
@@ -228,6 +231,7 @@ def test_what_a_forward_has_gathered_is_not_changed(pool2, stage):
 def of_a_wrapped_model() -> bool:
     """The embedding is gathered with the root, which is no part of the module itself."""
     engine = open_engine(config(hybrid_engine={"enabled": True}), tiny_model("llama"))
+    engine.train()
     ids = torch.arange(10)[None]
     out = engine(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids)
     refused([engine.module.get_input_embeddings().weight])

@@ -23,6 +23,8 @@ from hybrid.training.json_values import decode, encode
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2}}
 
+CPU = {"device": "cpu"}
+
 
 def message_of(function: Any, *args: Any, **options: Any) -> str:
     with pytest.raises(ValueError) as caught:
@@ -247,6 +249,11 @@ def test_plain_values_come_back_exactly(value):
     assert (back, repr(back), type(back)) == (value, repr(value), type(value))
 
 
+def test_a_number_that_python_has_no_form_for_is_refused():
+    with pytest.raises(ValueError, match=r"client_state\['loss'\] is a numpy\.longdouble"):
+        encode({"loss": np.longdouble(1)}, "client_state")
+
+
 def test_what_is_not_asked_for_stays(tmp_path):
     settings = config(ranks=1, optimizer=ADAMW, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 5}})
     engine = open_engine(settings)
@@ -395,6 +402,29 @@ def test_names_on_one_side_only_need_strict_off(tmp_path):
     assert torch.equal(weights_of(wide)["head.weight"], weights_of(engine)["head.weight"])
     engine.load_checkpoint(tmp_path, "more", load_module_strict=False, load_optimizer_states=False)
     assert torch.equal(weights_of(engine)["head.weight"], make_net(4, More).head.weight)
+
+
+@pytest.mark.parametrize(
+    "zero", [{"stage": 1}, {"stage": 1, "offload_optimizer": CPU}, {"stage": 3, "offload_optimizer": CPU}], ids=str
+)
+def test_what_a_checkpoint_lacks_stays_as_the_caller_has_made_it(tmp_path, zero):
+    open_engine(config(ranks=1)).save_checkpoint(tmp_path)
+    wide = open_engine(config(ranks=1, zero_optimization=zero), make_net(4, More))
+    wide.module.extra.weight.data.fill_(3.0)
+    wide.load_checkpoint(tmp_path, load_module_strict=False, load_optimizer_states=False)
+    assert weights_of(wide)["extra.weight"].unique().tolist() == [3.0]
+
+
+def test_a_schedule_that_goes_on_without_the_optimizer_has_its_rate(tmp_path):
+    halving = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5)}
+    engine = open_engine(config(ranks=1), **halving)
+    train(engine, micro_batches(3, 1))
+    engine.save_checkpoint(tmp_path)
+    again = open_engine(config(ranks=1), **halving)
+    again.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert again.get_lr() == engine.get_lr() == [0.0125]
+    train(again, micro_batches(1, 1))
+    assert again.get_lr() == [0.00625]
 
 
 # -- damage and handles

@@ -157,6 +157,35 @@ def test_one_file_holds_the_weights_in_the_dtype_that_computes(pool2, tmp_path, 
     assert [p.name for p in tmp_path.iterdir()] == ["model.safetensors"]
 
 
+class Several(nn.Module):
+    """Parts that compute in several dtypes, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 4), nn.LayerNorm(4)
+        self.stats, self.down = nn.BatchNorm1d(4), nn.Linear(4, 4, dtype=torch.bfloat16)
+
+
+def saves_several(path: str) -> list[dict[str, str]]:
+    found = []
+    norms = [{"match": "class:LayerNorm", "dtype": "fp32"}]
+    for stage, keys in ((3, {"bf16": {"enabled": True}, "module_precision": norms}), (1, {}), (0, {})):
+        zero = {"stage": stage, "stage3_gather_fp16_weights_on_model_save": True}  # as the key was called before
+        engine = open_engine(config(zero_optimization=zero, **keys), Several())
+        assert engine.save_16bit_model(path)
+        found.append({name: str(t.dtype).removeprefix("torch.") for name, t in load_file(f"{path}/model.safetensors").items()})
+    return found
+
+
+def test_each_weight_is_saved_in_the_dtype_in_which_it_computes_and_buffers_as_they_are(pool2, tmp_path):
+    fp32 = {"norm.weight", "norm.bias", "stats.weight", "stats.bias", "stats.running_mean", "stats.running_var"}
+    names = Several().state_dict().keys() - {"stats.num_batches_tracked"}
+    ruled = {name: "float32" if name in fp32 else "bfloat16" for name in names}
+    kept = {name: "bfloat16" if name.startswith("down") else "float32" for name in names}
+    counts = {"stats.num_batches_tracked": "int64"}
+    assert pool2.run(saves_several, str(tmp_path))[0] == [ruled | counts, kept | counts, kept | counts]
+
+
 def test_stage_3_writes_no_file_unless_asked_to_gather(pool2, tmp_path):
     assert [done for done, _ in pool2.run(saves_weights, str(tmp_path), 3, False, {})] == [False, False]
     assert not list(tmp_path.iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -300,6 +301,48 @@ def summed(settings: dict, values: tuple[float, float]) -> dict:
 def test_gradients_are_reduced_as_the_config_says(pool2, stage, keys, expected):
     for result in pool2.run(summed, config(stage=stage, lr=1.0, **keys), (256.0, 1.0)):
         assert result["gradient"] == expected
+
+
+class Kinds(nn.Module):
+    """Weights whose gradients travel in different ways: fp32, fp64, and one without a dimension, which no backward reduces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.wide = Sums(), Sums().double()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.narrow(x) + self.wide(x) + self.scale * x.sum() / 4
+
+
+UNCUT = [{"stage": 0}, {"stage": 3}, *({"stage": stage, "mics_shard_size": 1} for stage in (1, 2, 3))]
+DIVISIONS: list[dict[str, Any]] = [
+    {},
+    {"communication_data_type": "fp16"},
+    {"gradient_predivide_factor": 4.0},
+    {"gradient_predivide_factor": 4.0, "communication_data_type": "fp16"},
+    {"prescale_gradients": True},
+    {"gradient_allreduce_op": "sum"},
+]
+
+
+def of_all_kinds() -> list[list[float]]:
+    """Each weight's move, for gradients 8 and 2 of the ranks."""
+    moved = []
+    for zero in UNCUT:
+        for keys in DIVISIONS:
+            engine = open_engine(config(lr=1.0, zero_optimization=zero, accumulation=2, **keys), Kinds())
+            for _ in range(2):
+                engine.backward(engine(torch.full((4,), 8.0 - 6.0 * engine.global_rank)))
+                engine.step()
+            moved.append([(1 - whole(p)).mean().item() for p in engine.module.parameters()])
+    return moved
+
+
+def test_gradients_of_every_dtype_are_divided_once_whether_weights_are_cut_or_not(pool2):
+    expected = [[10.0 if keys == DIVISIONS[-1] else 5.0] * 3 for _ in UNCUT for keys in DIVISIONS]
+    assert pool2.run(of_all_kinds) == [expected] * 2
+    assert of_all_kinds() == [[8.0] * 3] * len(expected)  # one rank
 
 
 def test_a_gradient_is_divided_before_it_is_sent_where_the_config_says(pool2):
