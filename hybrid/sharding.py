@@ -164,6 +164,21 @@ def gathered(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
 
 
+@torch.no_grad()
+def altered(module: nn.Module) -> dict[nn.Parameter, Tensor]:
+    """By shard, for what is gathered at the moment: whether (bool [], for which nothing waits) it is not what the shard is, in
+    this rank's rows: somebody has changed one of the two, and the gathered one will be thrown away."""
+    found: dict[nn.Parameter, Tensor] = {}
+    for group in groups(module):
+        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+            for held in parameters.fsdp_params if parameters.is_unsharded else ():
+                gathered_rows = held._unsharded_param.detach()[own_rows(cast(DTensor, held.sharded_param))]
+                shard = local(held.sharded_param).to(gathered_rows, non_blocking=True)
+                differs = (gathered_rows != shard) & (gathered_rows == gathered_rows)  # what was not finite is no change
+                found[held.sharded_param] = differs.any()
+    return found
+
+
 def gather_dtypes(module: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     """In which dtype each shard is gathered to compute; those without an entry compute as they are."""
     dtypes: dict[nn.Parameter, torch.dtype] = {}

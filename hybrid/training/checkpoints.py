@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hybrid import checkpoint, sharding
+from hybrid import checkpoint
 from hybrid.folders import FolderError, others, recover, replace_text
 from hybrid.mesh import describe, first_error, gather_texts, get_rank, raise_together
 from hybrid.training import engine_state, hf_folder, universal
@@ -47,7 +47,13 @@ def save_checkpoint(
         if foreign := others(folder, marker="state.json", owns=lambda entry: True):
             raise ValueError(f"{folder} exists and is no checkpoint ({', '.join(foreign[:3])}); give another tag")
         _check_no_gradients(engine)
-        engine._update.take()
+    except ValueError as caught:
+        error = caught
+    except OSError as caught:  # the folder cannot be looked into
+        error = ValueError(describe(caught))
+    raise_together(error)
+    engine.stored_weights()
+    try:
         state = {
             "engine": engine_state.capture(engine, without_frozen=exclude_frozen_parameters),
             "client": encode(_mapping(client_state), "client_state"),
@@ -60,8 +66,6 @@ def save_checkpoint(
         )
     except ValueError as caught:
         error = caught
-    except OSError as caught:  # the folder cannot be looked into
-        error = ValueError(describe(caught))
     raise_together(error)
     name = _same_tag(engine, folder)
     folder = folder.parent / name
@@ -102,7 +106,7 @@ def load_checkpoint(
     found = _find(engine, folder, tagged=tag is not None)
     if found is None:
         return None, {}
-    sharding.reshard(engine.root)
+    engine.free_gathered()
     engine._update.take()  # what is not in the checkpoint stays as the caller has made it
     with_optimizer = load_optimizer_states and not load_module_only and engine.optimizer is not None
     client: dict[str, Any] = {}

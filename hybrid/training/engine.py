@@ -35,7 +35,8 @@ class TrainingEngine(EngineFacts):
     `engine(...)` is the module's forward; `engine.backward(loss)` adds gradients, of the mean over ranks and over the
     backwards of a step; `engine.step()` takes an optimizer step at each step's last backward and does nothing before. What
     the engine does not know is looked up in `module`. Weights may be changed in place whenever no training forward waits for
-    its backward, nor a backward for the rest of its step: in between, some are gathered, and a change of those would be lost.
+    its backward, nor a backward for the rest of its step: in between, some are gathered, a change of those is lost, and the next
+    step or save says so.
     """
 
     def __init__(
@@ -79,6 +80,8 @@ class TrainingEngine(EngineFacts):
         training = torch.is_grad_enabled() and self.optimizer is not None
         if training:
             self._announce(self.is_gradient_accumulation_boundary())
+        else:
+            self._usage.note_altered()  # after a training forward without a backward; else nothing is gathered
         autocast = self.config.torch_autocast
         context = torch.autocast(self.mesh.device.type, getattr(torch, autocast.dtype)) if autocast.enabled else nullcontext()
         if training:
@@ -116,6 +119,8 @@ class TrainingEngine(EngineFacts):
             with self._meters.apart("eigenvalue"), self._dropping_on_error():
                 self._eigenvalues.measure(self.root, loss, self.global_steps + 1)
         self._announce(boundary)
+        if boundary or self.zero_optimization_stage() in (0, 3):  # stages 1 and 2 keep what they have gathered until then
+            self._usage.note_altered()
         self._last_loss = loss.detach()
         loss = loss if loss.dtype == torch.float64 else loss.float()  # a bf16 loss must not be divided in bf16
         if scale_wrt_gas and self.config.managed_gradient_accumulation:
@@ -134,8 +139,8 @@ class TrainingEngine(EngineFacts):
 
         A gradient that is not finite is a step that no rank takes: weights, moments and rate stay, skipped_steps counts it.
         Raises LossScaleError where that comes at the lowest loss scale; ValueError for a parameter without a gradient if those
-        are not to be ignored, where ranks ran different layers, and for gradients that are not this step's: of loss.backward(),
-        or of a last backward that was not announced as one.
+        are not to be ignored, where ranks ran different layers, where weights were changed while a forward had gathered them,
+        and for gradients that are not this step's: of loss.backward(), or of a last backward that was not announced as one.
         """
         if self.optimizer is None:
             raise RuntimeError("step without an optimizer: give one to initialize, or a section `optimizer` in the config")
@@ -150,7 +155,7 @@ class TrainingEngine(EngineFacts):
         self._micro += 1
         if not boundary:
             return
-        sharding.reshard(self.root)
+        self.free_gathered()
         unused = self._unused()
         self._waiting = self._micro = 0
         with self._meters.phase("step"):
@@ -284,6 +289,18 @@ class TrainingEngine(EngineFacts):
         self._waiting = self._micro = 0
         self._update.drop()
         self._settle(taken=False)
+
+    def free_gathered(self) -> None:
+        """No weight is gathered any more; a change of one is noted, which the next step or save refuses."""
+        self._usage.note_altered()
+        sharding.reshard(self.root)
+
+    def stored_weights(self) -> None:
+        """Collective: shards and their copies in host memory are what the caller has made of the weights. Raises ValueError
+        where some of that was lost."""
+        self.free_gathered()
+        self._usage.refuse_altered()
+        self._update.take()
 
     def _settle(self, *, taken: bool) -> None:
         self._usage.clear()

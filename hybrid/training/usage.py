@@ -1,4 +1,5 @@
-"""Which parameters the backwards of a step reach, on this rank and on any; and whether all ranks ran the same layers."""
+"""Which parameters the backwards of a step reach, on this rank and on any; whether all ranks ran the same layers; and whether
+weights were changed where the change is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hybrid import sharding
@@ -26,7 +27,8 @@ class Usage:
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, nn.Parameter], mesh: Mesh) -> None:
         """Of a sharded module; to be made once. parameters: its own, by the names that errors say."""
-        self._mesh = mesh
+        self._mesh, self._module, self._all = mesh, module, parameters
+        self._altered: dict[nn.Parameter, Tensor] = {}
         self._reached: set[str] = set()
         self._order = 0  # a digest of the runs of this step
         self._parameters = {name: p for name, p in parameters.items() if p.requires_grad}
@@ -70,7 +72,8 @@ class Usage:
 
     def nowhere(self) -> list[str]:
         """Collective: the trained parameters that no rank's backward has reached since `clear`. Raises ValueError, on every rank,
-        where ranks ran different layers."""
+        where ranks ran different layers, and as `refuse_altered`."""
+        self.refuse_altered()
         reached = self._reached.union(name for name in self._copies if self._parameters[name].grad is not None)
         runs = [float(count) for count in (self._order, *self._runs.values())]
         found = self._mesh.max([*(float(name in reached) for name in self._parameters), *runs, *(-count for count in runs)])
@@ -83,7 +86,27 @@ class Usage:
             )
         return [name for name, each in zip(self._parameters, used, strict=True) if not each]
 
+    def note_altered(self) -> None:
+        """Compare what is gathered at the moment with its shards, before it is freed. No rank and no device is waited for."""
+        for parameter, flag in sharding.altered(self._module).items():
+            before = self._altered.get(parameter)
+            self._altered[parameter] = flag if before is None else flag | before
+
+    def refuse_altered(self) -> None:
+        """Collective: ValueError, on every rank, where any has noted a changed weight since the last call."""
+        flags = [self._altered.get(p) for p in self._all.values()]
+        noted = [flag for flag in flags if flag is not None]
+        values = iter(torch.stack(noted).tolist() if noted else [])
+        self._altered.clear()
+        found = self._mesh.max([0.0 if flag is None else float(next(values)) for flag in flags])
+        if names := [name for name, is_altered in zip(self._all, found, strict=True) if is_altered]:
+            raise ValueError(
+                f"{in_words(names)} changed while gathered by a forward, where changes of the weight or of its shard are lost; "
+                "change weights after the step, or before the first forward of the next, or after engine(...) under no_grad"
+            )
+
     def clear(self) -> None:
+        self._altered.clear()
         self._reached.clear()
         self._order = 0
         self._runs = dict.fromkeys(self._runs, 0)

@@ -42,8 +42,7 @@ def save_16bit_model(
         if engine.mesh.rank == 0:
             engine._log.warning("save_16bit_model wrote nothing: at stage 3 it needs %s: true", FLAG)
         return False
-    sharding.reshard(engine.root)
-    engine._update.take()
+    engine.stored_weights()
     gathered_in = sharding.gather_dtypes(engine.root)
     dtypes = {name: gathered_in[p] for name, p in engine._update.parameters.items() if p in gathered_in}
     tensors = engine_state.named_tensors(engine, exclude_frozen=exclude_frozen_parameters)
@@ -97,8 +96,7 @@ def load_module_state_dict(engine: TrainingEngine, state: Mapping[str, Tensor]) 
 @torch.no_grad()
 def module_state_dict(engine: TrainingEngine, exclude_frozen_parameters: bool) -> dict[str, Tensor]:
     """See TrainingEngine.module_state_dict."""
-    sharding.reshard(engine.root)
-    engine._update.take()
+    engine.stored_weights()
     names: dict[int, list[str]] = {}
     for name, parameter in engine.module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

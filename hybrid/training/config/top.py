@@ -266,7 +266,7 @@ def _effects(
     by_alias = {field.alias or name: (name, field) for name, field in section.model_fields.items()}
     for key, value in kept.items():
         if key not in by_alias:  # an old name that a validator took
-            yield Effect(f"{path}{key}", value, "the old name of offload_optimizer")
+            yield Effect(f"{path}{key}", value, "an old name, which works")
             continue
         name, field = by_alias[key]
         part = getattr(config, name)

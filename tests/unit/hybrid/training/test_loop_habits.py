@@ -172,3 +172,45 @@ def test_a_parts_state_dict_is_refused(tmp_path: Path, part):
         torch.save(getattr(engine.module, part).state_dict(), tmp_path / "part.pt")
     with pytest.raises(ValueError, match="load_module_state_dict"):
         getattr(engine.module, part).load_state_dict({})
+
+
+# -- weights that are changed while they are gathered
+
+
+def changed_late(stage: int, when: str, who: str) -> dict[str, str]:
+    """What the next step, or save, says of a change on one rank; afterwards training goes on as if nothing had been."""
+    engine = open_engine(config(stage=stage, accumulation=2))
+    kept = dict(engine.module.named_parameters())
+    (first, second), *rest = micro_batches(2, 2)
+    out = engine(share(engine, first[0]))
+    if when == "between backwards":
+        engine.backward(loss_of(out, share(engine, first[1])))
+        engine.step()
+        engine(share(engine, second[0]))
+    if engine.global_rank == 1:
+        held = kept if who == "shard" else dict(engine.module.named_parameters())
+        held["door.weight"].data.add_(0.25)
+    said = {}
+    if when == "save":
+        with pytest.raises(ValueError) as caught:
+            engine.module_state_dict()
+    else:
+        x, y = second if when == "between backwards" else first
+        for _ in range(1 if when == "between backwards" else 2):
+            engine.backward(loss_of(engine(share(engine, x)), share(engine, y)))
+            with pytest.raises(ValueError) if engine.is_gradient_accumulation_boundary() else nullcontext() as caught:
+                engine.step()
+    said["error"] = str(caught.value)
+    if who == "gathered":
+        train(engine, rest)
+        said["after"] = str(worst(weights_of(engine), plain_sgd(rest)) < 1e-5)
+    return said
+
+
+@pytest.mark.parametrize("who", ["gathered", "shard"])
+@pytest.mark.parametrize("when", ["after a forward", "between backwards", "save"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_change_of_what_is_gathered_is_refused_not_lost(pool2, stage, when, who):
+    for said in pool2.run(changed_late, stage, when, who):
+        assert said.pop("error").startswith("door.weight changed while gathered by a forward")
+        assert said in ({}, {"after": "True"})
