@@ -173,10 +173,19 @@ def altered(module: nn.Module) -> dict[nn.Parameter, Tensor]:
         for parameters in group._get_fsdp_state()._fsdp_param_groups:
             for held in parameters.fsdp_params if parameters.is_unsharded else ():
                 gathered_rows = held._unsharded_param.detach()[own_rows(cast(DTensor, held.sharded_param))]
-                shard = local(held.sharded_param).to(gathered_rows, non_blocking=True)
-                differs = (gathered_rows != shard) & (gathered_rows == gathered_rows)  # what was not finite is no change
-                found[held.sharded_param] = differs.any()
+                found[held.sharded_param] = _differ(gathered_rows, local(held.sharded_param))
     return found
+
+
+def _differ(gathered_rows: Tensor, shard: Tensor) -> Tensor:
+    """bool []: anywhere, but where a gathered value is a NaN."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(gathered_rows.element_size())
+    if gathered_rows.device.type == "cpu" and bits is not None:  # in what stays in the cache: a third of the time
+        parts = zip(gathered_rows.reshape(-1).split(2**19), shard.reshape(-1).split(2**19), strict=True)
+        if all(torch.equal(one.view(bits), other.to(one.dtype).view(bits)) for one, other in parts):
+            return torch.tensor(False)
+    shard = shard.to(gathered_rows, non_blocking=True)
+    return ((gathered_rows != shard) & (gathered_rows == gathered_rows)).any()
 
 
 def gather_dtypes(module: nn.Module) -> dict[nn.Parameter, torch.dtype]:
