@@ -43,11 +43,9 @@ def muon_error(stage: int, accumulation: int, scale: float, max_norm: float, ran
     return worst(weights_of(engine), muon_reference(accumulation, max_norm))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "stage", "accumulation", "scale", "max_norm"),
-    [(1, 3, 4, 2.0**16, 0.0), (2, 0, 1, 2.0**16, 0.0), (2, 1, 4, 1.0, 0.1), (2, 2, 1, 2.0**16, 0.1), (2, 3, 4, 2.0**16, 0.1),
-     (4, 1, 1, 2.0**16, 0.0), (4, 2, 4, 2.0**16, 0.1), (4, 3, 1, 1.0, 0.0)],
-)  # fmt: skip
+@pytest.mark.parametrize(("accumulation", "scale", "max_norm"), [(1, 1.0, 0.1), (1, 2.0**16, 0.0), (4, 2.0**16, 0.1)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_muon_orthogonalizes_unscaled_clipped_gradients_once_per_step(request, ranks, stage, accumulation, scale, max_norm):
     """A step before unscaling moves weights by 2^-16 of this; one on each micro-batch adds four."""
     run = request.getfixturevalue(f"pool{ranks}").run if ranks > 1 else lambda function, *args: [function(*args)]
@@ -80,7 +78,9 @@ def around_an_overflow(kind: str, stage: int) -> dict[str, bool]:
     return {**found, "equal": same(everything(engine), everything(other)), "moved": not same(before, everything(engine))}
 
 
-@pytest.mark.parametrize(("kind", "stage"), [("Muon", 0), ("Muon", 2), ("Muon", 3), ("Adafactor", 3), ("Lion", 1), ("Adam", 3)])
+@pytest.mark.parametrize(
+    ("kind", "stage"), [*(("Muon", stage) for stage in range(4)), ("Adafactor", 3), ("Lion", 1), ("Adam", 3)]
+)
 def test_an_overflow_leaves_no_trace_in_weights_or_state(pool2, kind, stage):
     assert pool2.run(around_an_overflow, kind, stage) == [{"unchanged": True, "equal": True, "moved": True}] * 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -235,13 +236,18 @@ def test_two_engines_in_one_process_do_not_touch_each_other(pool2):
 # -- whose boundary it is
 
 
-def boundaries(how: str) -> dict:
+def boundaries(how: str, zero: dict, counts: tuple[int, ...]) -> dict:
+    """A step of as many micro-batches as each count says."""
     engine = open_engine(
-        config(stage=1, accumulation=1 if how != "no_sync" else 3, managed_gradient_accumulation=how != "unmanaged")
+        config(
+            zero_optimization=zero,
+            accumulation=1 if how != "no_sync" else 3,
+            managed_gradient_accumulation=how != "unmanaged",
+        )
     )
-    for step in micro_batches(2, 3):
-        for i, (x, y) in enumerate(step):
-            last = i == 2
+    for count, step in zip(counts, micro_batches(len(counts), 3), strict=True):
+        for i, (x, y) in enumerate(step[:count]):
+            last = i == count - 1
             if how == "set":
                 engine.set_gradient_accumulation_boundary(last)
             if how == "no_sync" and not last:
@@ -250,17 +256,30 @@ def boundaries(how: str) -> dict:
                     engine.step()
                 continue
             loss = loss_of(engine(share(engine, x)), share(engine, y))
-            engine.backward(loss / 3 if how in ("set", "unmanaged") else loss)
+            engine.backward(loss / count if how in ("set", "unmanaged") else loss)
             if how != "unmanaged" or last:
                 engine.step()
     return {"weights": weights_of(engine), "steps": engine.global_steps}
 
 
-@pytest.mark.parametrize("how", ["set", "no_sync", "unmanaged"])
-def test_the_caller_may_own_the_boundary(pool2, how):
-    for result in pool2.run(boundaries, how):
-        assert result["steps"] == 2
-        assert worst(result["weights"], plain_sgd(micro_batches(2, 3))) < 1e-5
+OWNED = [
+    {"stage": 0},
+    *({"stage": stage, **offload} for stage in (1, 2, 3) for offload in ({}, {"offload_optimizer": {"device": "cpu"}})),
+    {"stage": 3, "offload_param": {"device": "cpu"}},
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "zero"),
+    [(how, zero) for how in ("set", "unmanaged") for zero in OWNED] + [("no_sync", zero) for zero in OWNED if zero["stage"] < 2],
+    ids=str,
+)
+def test_the_caller_may_own_the_boundary(pool2, how, zero):
+    counts = (3, 3) if how == "no_sync" else (3, 1, 2)
+    steps = [step[:count] for count, step in zip(counts, micro_batches(len(counts), 3), strict=True)]
+    for result in pool2.run(boundaries, how, zero, counts):
+        assert result["steps"] == len(counts)
+        assert worst(result["weights"], plain_sgd(steps)) < 1e-5
 
 
 def late_boundary(stage: int) -> str:
@@ -524,20 +543,73 @@ def test_the_callers_collate_function_is_used():
 # -- names that scripts use
 
 
-def communicate() -> list[Any]:
-    hybrid.init_distributed("gloo")
-    dist = hybrid.comm
-    tensor = torch.tensor([float(dist.get_rank() + 1)])
-    dist.all_reduce(tensor)
-    whole_tensor = torch.zeros(2)
-    dist.all_gather_into_tensor(whole_tensor, torch.tensor([float(dist.get_rank())]))
-    shared = torch.tensor([7.0 * dist.get_rank()])
-    dist.broadcast(shared, 1)
-    part = torch.zeros(1)
-    dist.reduce_scatter_tensor(part, torch.tensor([1.0, 2.0]))
-    dist.barrier()
-    return [tensor.item(), whole_tensor.tolist(), shared.item(), part.item(), dist.get_world_size(), dist.is_initialized()]
+def communicate() -> dict[str, Any]:
+    """Every public function of hybrid.comm, on numbers that tell the ranks apart; what is left out of the result was asserted."""
+    hybrid.init_distributed("gloo")  # there is a group already, which stays
+    dist, found = hybrid.comm, {}
+    rank = dist.get_rank()
+    own, both = dist.new_group([rank]), dist.new_group([0, 1])  # every rank makes all groups
+    called = Counter({"init_distributed": 1, "new_group": 2, "get_rank": 1})
+
+    def call(name: str, *args: Any, **kwargs: Any) -> Any:
+        called[name] += 1
+        return getattr(dist, name)(*args, **kwargs)
+
+    def of(*values: float) -> Tensor:
+        return torch.tensor(values)
+
+    for how, options in {"": {}, "group ": {"group": both}, "async ": {"async_op": True}}.items():
+
+        def run(name: str, out: Any, *args: Any, how: str = how, options: dict = options, **kwargs: Any) -> None:
+            work = call(name, out, *args, **kwargs, **options)
+            assert isinstance(work, torch.distributed.Work) if how == "async " else work is None
+            if work is not None:
+                work.wait()
+            found[f"{how}{name}"] = [t.tolist() for t in out] if isinstance(out, list) else out.tolist()
+
+        run("all_reduce", of(rank + 1.0, 5.0))
+        run("broadcast", of(7.0 + rank), 1)
+        run("all_gather", [torch.zeros(2), torch.zeros(2)], of(rank, 10.0 + rank))
+        run("all_gather_into_tensor", torch.zeros(4), of(rank, 10.0 + rank))
+        run("reduce_scatter_tensor", torch.zeros(2), of(1.0, 2.0, 3.0, 4.0) * (rank + 1))
+    for name, op in {"MAX": dist.ReduceOp.MAX, "MIN": dist.ReduceOp.MIN, "PRODUCT": dist.ReduceOp.PRODUCT}.items():
+        call("all_reduce", value := of(rank + 2.0), op)
+        call("reduce_scatter_tensor", part := torch.zeros(1), of(rank + 2.0, rank + 4.0), op=op)
+        found[name] = [value.item(), part.item()]
+    call("all_reduce", alone := of(rank + 1.0), group=own)  # a group of one adds nothing
+    call("barrier")
+    call("barrier", own)
+    found |= {
+        "alone": alone.item(),
+        "ranks": [call("get_rank"), call("get_rank", own), call("get_local_rank"), call("get_global_rank", own, 0)],
+        "sizes": [call("get_world_size"), call("get_world_size", own)],
+        "before": call("is_initialized"),
+    }
+    call("destroy_process_group", own)
+    found |= {"after": call("is_initialized"), "missing": sorted({*dist.__all__} - {*called} - {"ProcessGroup", "ReduceOp"})}
+    return found
+
+
+COLLECTIVES = {  # by rank
+    "all_reduce": [[3.0, 10.0]] * 2,
+    "broadcast": [[8.0]] * 2,
+    "all_gather": [[[0.0, 10.0], [1.0, 11.0]]] * 2,
+    "all_gather_into_tensor": [[0.0, 10.0, 1.0, 11.0]] * 2,
+    "reduce_scatter_tensor": [[3.0, 6.0], [9.0, 12.0]],
+}
 
 
 def test_collectives_under_deepspeeds_names(pool2):
-    assert pool2.run(communicate) == [[3.0, [0.0, 1.0], 7.0, 2.0, 2, True], [3.0, [0.0, 1.0], 7.0, 4.0, 2, True]]
+    for rank, found in enumerate(pool2.run(communicate)):
+        expected = {f"{how}{name}": by_rank[rank] for how in ("", "group ", "async ") for name, by_rank in COLLECTIVES.items()}
+        assert found == expected | {
+            "MAX": [3.0, [3.0, 5.0][rank]],
+            "MIN": [2.0, [2.0, 4.0][rank]],
+            "PRODUCT": [6.0, [6.0, 20.0][rank]],
+            "alone": rank + 1.0,
+            "ranks": [rank, 0, rank, rank],
+            "sizes": [2, 1],
+            "before": True,
+            "after": True,  # one group less, not none
+            "missing": [],
+        }

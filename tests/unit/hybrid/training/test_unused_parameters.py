@@ -137,7 +137,7 @@ def refused(stage: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_what_no_rank_uses_is_an_error_where_the_config_says_so(pool2, stage):
     for message in pool2.run(refused, stage):
         assert message.startswith("no gradient reached none, blocks.0.never.weight, blocks.0.never.bias and 4 more; freeze")
