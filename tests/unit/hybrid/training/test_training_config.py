@@ -7,10 +7,13 @@ import json
 import logging
 
 import pytest
+from torch import nn
 from training_cases import config, make_net, open_engine
 
 from hybrid import initialize
 from hybrid.training.config.foreign import KNOBS, ONLY, REFUSED
+from hybrid.training.config.optimizers import TYPES
+from hybrid.training.config.schedulers import SCHEDULES
 from hybrid.training.config.top import TrainingConfig, resolve_training
 
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
@@ -170,6 +173,45 @@ def test_auto_is_the_same_as_not_given():
     assert resolved(auto).with_batch(2) == resolved(plain).with_batch(2)
 
 
+def _keys(section, path=()):
+    """Every key of a section and of those in it."""
+    for name, field in section.model_fields.items():
+        yield (here := (*path, field.alias or name))
+        if hasattr(type(field.default), "model_fields"):
+            yield from _keys(type(field.default), here)
+
+
+def test_auto_is_not_given_at_every_key_but_the_rate():
+    keys = list(_keys(TrainingConfig))
+    assert len(keys) > 100
+    assert ("zero_optimization", "offload_param", "device") in keys
+    for *sections, name in keys:
+        given: dict = {name: "auto"}
+        for section in reversed(sections):
+            given = {section: given}
+        assert resolved(given) == resolved({}), (*sections, name)
+    for kind, names in TYPES.items():
+        plain = resolved({"optimizer": {"type": kind, "params": {"lr": 0.5}}})
+        for name in {*names} - {"lr"}:
+            assert resolved({"optimizer": {"type": kind, "params": {"lr": 0.5, name: "auto"}}}) == plain, (kind, name)
+
+
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_auto_in_a_schedule_is_not_given_or_is_to_be_filled_in(kind):
+    fields = SCHEDULES[kind].model_fields
+    needed = {name: 9 if name == "total_num_steps" else 0.5 for name, field in fields.items() if field.is_required()}
+    filled_in = {"total_num_steps", "warmup_max_lr"}  # null: by the engine, from the optimizer's own rates
+    plain = resolved({"scheduler": {"type": kind, "params": needed}}).scheduler.params
+    for name in fields:
+        given = {"scheduler": {"type": kind, "params": {**needed, name: "auto"}}}
+        if name in needed and name not in filled_in:
+            with pytest.raises(ValueError, match=f"params of {kind}: {name}: Field required"):
+                resolved(given)
+        else:
+            expected = plain.model_copy(update={name: None} if name in filled_in else {})
+            assert resolved(given).scheduler.params == expected, name
+
+
 def test_auto_says_what_is_taken_and_a_rate_is_asked_for():
     _, effects = resolve_training({"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"betas": "auto"}}})
     said = {effect.key: effect.text for effect in effects}
@@ -291,12 +333,27 @@ def test_two_engines_have_two_levels_and_none_leaves_logging_alone():
     assert logging.getLogger().level == root
 
 
-def test_a_bad_level_is_refused_before_the_module_is_touched():
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"log_level": "loud"},
+        {"fp16": {"enabled": True, "hysteresis": 0}},
+        {"fp16": {"enabled": True, "initial_scale_power": -1}},
+        {"fp16": {"enabled": True, "initial_scale_power": 3, "min_loss_scale": 9}},
+        {"fp16": {"enabled": True, "growth_factor": 1.0}},
+        {"fp16": {"enabled": True, "backoff_factor": 1.0}},
+        {"fp16": {"enabled": True, "loss_scale_window": 0}},
+        {"fp16": {"min_loss_scale": 0}, "torch_autocast": {"enabled": True, "dtype": "float16"}},
+    ],
+    ids=str,
+)
+def test_a_bad_level_or_loss_scale_is_refused_before_the_module_is_touched(wrong):
     net = make_net()
     before = [id(p) for p in net.parameters()]
-    with pytest.raises(ValueError, match="log_level"):
-        initialize(model=net, config=config(ranks=1, log_level="loud"))
+    with pytest.raises(ValueError, match="|".join(["log_level", *wrong.get("fp16", {}), "min_scale"])):
+        initialize(model=net, config=config(ranks=1, **wrong))
     assert [id(p) for p in net.parameters()] == before
+    assert all(type(p) is nn.Parameter for p in net.parameters())
 
 
 def test_the_log_has_a_line_every_few_steps(caplog):
