@@ -71,6 +71,15 @@ class Recursive(Stack):
         return self.head(checkpoint(self.layers[0], x, 2))
 
 
+class Frozen(Stack):
+    """The first layer, which no gradient reaches, and the third, which it goes through, have nothing to train."""
+
+    def __init__(self, parts: int) -> None:
+        super().__init__((0, 1, 2, 3), parts)
+        for i in (0, 2):
+            self.layers[i].requires_grad_(False)
+
+
 class Outer(Adapted):
     def forward(self, x: Tensor, depth: int = 0) -> Tensor:
         x = super().forward(x)
@@ -140,6 +149,9 @@ CASES = {
     "branches without parts": (Stack, (0, 1, 2, 3), 0, True),
     "a branch twice": (Stack, (0, 1, 0, 3), 1, True),
     "recursion": (Recursive,),
+    "frozen layers, a part each": (Frozen, 1),
+    "frozen layers in parts with others": (Frozen, 2),
+    "frozen layers without parts": (Frozen, 0),
 }
 
 
