@@ -150,7 +150,7 @@ CASES = {
     "a branch twice": (Stack, (0, 1, 0, 3), 1, True),
     "recursion": (Recursive,),
     "frozen layers, a part each": (Frozen, 1),
-    "frozen layers in parts with others": (Frozen, 2),
+    "frozen layers, four in a part": (Frozen, 4),
     "frozen layers without parts": (Frozen, 0),
 }
 

@@ -242,6 +242,11 @@ def test_a_wrong_value_is_shown(given, message):
     assert "default factory" not in str(caught.value)
 
 
+def test_the_old_name_of_bf16_is_taken():
+    section = {"enabled": True, "check_grad_overflow": False}
+    assert resolved({"bfloat16": section}) == resolved({"bf16": section}) != resolved({})
+
+
 def test_what_others_write_is_taken(tmp_path):
     path = tmp_path / "c.json"
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps({"train_batch_size": 8}).encode())  # a byte order mark

@@ -247,7 +247,7 @@ def rounded_sgd(dtype: torch.dtype, scale: float) -> dict[str, Tensor]:
                     sums[name] += p.grad.float()
         with torch.no_grad():
             for name, p in net.named_parameters():
-                p -= 0.1 * sums[name] / scale
+                p.sub_(sums[name] / scale, alpha=0.1)
     return {name: p.detach() for name, p in net.named_parameters()}
 
 

@@ -241,7 +241,7 @@ def boundaries(how: str, zero: dict, counts: tuple[int, ...]) -> dict:
     engine = open_engine(
         config(
             zero_optimization=zero,
-            accumulation=1 if how != "no_sync" else 3,
+            accumulation=1 if how == "set" else 3,
             managed_gradient_accumulation=how != "unmanaged",
         )
     )
