@@ -373,9 +373,8 @@ class RoundedMore(Rounded):
     dtype = torch.bfloat16
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_engines_each_follow_their_own_section(pool2, stage):
-    for results in pool2.run(interleaved, stage):
+def test_two_engines_each_follow_their_own_section(pool2):
+    for results in pool2.run(interleaved, 3):
         assert [dtypes for _, dtypes in results] == [[torch.float16], [torch.bfloat16]]
         for seed, (weights, _) in enumerate(results):
             kind = (Rounded, RoundedMore)[seed]
