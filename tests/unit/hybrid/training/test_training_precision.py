@@ -371,9 +371,8 @@ def test_gradients_of_every_dtype_are_divided_once_whether_weights_are_cut_or_no
     assert of_all_kinds() == [[8.0] * 3] * len(expected)  # one rank
 
 
-@pytest.mark.parametrize(
-    ("stage", "dtype"), [(0, "fp32"), (0, "bf16"), *((s, d) for s in (1, 2, 3) for d in ("fp16", "bf16", "fp32"))]
-)  # in fp16 stage 0 divides by nothing but the number of ranks
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_a_gradient_is_divided_before_it_is_sent_where_the_config_says(pool2, stage, dtype):
     """The smallest number but for one bit, of which a thousandth is none."""
     small = {"fp16": 2.0**-23, "bf16": 2.0**-132, "fp32": 2.0**-148}[dtype]
