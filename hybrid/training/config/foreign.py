@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 _BUCKETS = "a layer's weights, and its gradients, already travel in one collective"
 _SMALL = "small parameters travel with their layer's one gather"
 
@@ -67,6 +70,17 @@ KNOBS: dict[str, str] = {
     "vocabulary_size": "no use was found for it",
     "seq_parallel_comm_data_type": "there is no sequence parallelism",
     "use_data_before_expert_parallelism": "there is no expert parallelism",
+}
+
+# Old names, by path: what the key is called now, and its value there.
+RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "bfloat16": ("bf16", lambda value: value),
+    "zero_optimization.cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu" if on is True else "none"}),
+    "zero_optimization.cpu_offload_params": ("offload_param", lambda on: {"device": "cpu" if on is True else "none"}),
+    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
+        "stage3_gather_16bit_weights_on_model_save",
+        lambda value: value,
+    ),
 }
 
 _ONE_MODEL = "one model is trained whole on each rank's share of the data"

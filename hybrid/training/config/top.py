@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 from hybrid.config import Strict, describe_errors
 from hybrid.training.config.dtypes import AutocastConfig, DataTypesConfig, Dtype, ModuleRule, PrecisionPlan
 from hybrid.training.config.fields import Count
-from hybrid.training.config.foreign import KNOBS, ONLY, REFUSED
+from hybrid.training.config.foreign import KNOBS, ONLY, REFUSED, RENAMED
 from hybrid.training.config.load import ConfigSource, load
 from hybrid.training.config.monitoring import CommsLoggerConfig, FlopsProfilerConfig
 from hybrid.training.config.optimizers import OptimizerSection
@@ -193,8 +193,6 @@ def resolve_training(source: ConfigSource | TrainingConfig) -> tuple[TrainingCon
     if isinstance(source, TrainingConfig):
         return source, []
     given = load(source)
-    if "bfloat16" in given:  # the old name
-        given.setdefault("bf16", given.pop("bfloat16"))
     problems: list[str] = []
     effects: list[Effect] = []
     kept = _kept(given, "", problems, effects)
@@ -210,10 +208,16 @@ def resolve_training(source: ConfigSource | TrainingConfig) -> tuple[TrainingCon
 
 
 def _kept(given: Mapping[str, Any], path: str, problems: list[str], effects: list[Effect]) -> dict[str, Any]:
-    """`given` without "auto", knobs and what is refused, which are noted."""
+    """`given` under today's names, without "auto", knobs and what is refused, which are noted."""
     kept: dict[str, Any] = {}
     for key, value in given.items():
         where = f"{path}{key}"
+        if where in RENAMED and value not in (None, AUTO):
+            today, of_value = RENAMED[where]
+            if today in given:
+                problems.append(f"{where} is the old name of {path}{today}, and both are given; keep {path}{today}")
+            effects.append(Effect(where, value, f"the old name of {path}{today}"))
+            key, where, value = today, f"{path}{today}", of_value(value)
         if where in KNOBS:
             effects.append(Effect(where, value, f"no effect here: {KNOBS[where]}"))
         elif where in REFUSED:
@@ -265,9 +269,6 @@ def _effects(
 ) -> Iterator[Effect]:
     by_alias = {field.alias or name: (name, field) for name, field in section.model_fields.items()}
     for key, value in kept.items():
-        if key not in by_alias:  # an old name that a validator took
-            yield Effect(f"{path}{key}", value, "an old name, which works")
-            continue
         name, field = by_alias[key]
         part = getattr(config, name)
         if isinstance(part, Strict) and isinstance(value, Mapping):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pydantic import Field, field_validator, model_validator
 
 from hybrid.config import Strict
@@ -55,19 +53,6 @@ class ZeroConfig(Strict):
     gather_16bit_weights_on_model_save: bool = Field(
         False, alias="stage3_gather_16bit_weights_on_model_save", description="save_16bit_model works at stage 3"
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _old_names(cls, given: Any) -> Any:
-        """cpu_offload: true is how offload_optimizer used to be spelled; gather_fp16 was gather_16bit."""
-        if not isinstance(given, dict):
-            return given
-        given = {**given}
-        if given.pop("cpu_offload", None) is True:
-            given.setdefault("offload_optimizer", {"device": "cpu"})
-        if "stage3_gather_fp16_weights_on_model_save" in given:
-            given.setdefault("stage3_gather_16bit_weights_on_model_save", given.pop("stage3_gather_fp16_weights_on_model_save"))
-        return given
 
     @model_validator(mode="after")
     def _check(self) -> ZeroConfig:

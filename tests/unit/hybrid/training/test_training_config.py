@@ -92,6 +92,8 @@ def test_a_batch_size_is_a_whole_number_above_0(value):
         ({"hybrid_engine": {"inference_tp_size": 2}}, "allowed: 1, until there is tensor-parallel decoding"),
         ({"gradient_predivide_factor": 2.0, "prescale_gradients": True}, "divides by the ranks first; keep one"),
         ({"data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"}, "grad_accum_dtype=fp32 with"),
+        ({"bf16": {"enabled": False}, "bfloat16": {"enabled": True}}, "bfloat16 is the old name of bf16, and both are given"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": {}}}, "cpu_offload is the old name"),
         ({"gradient_clipping": -1.0}, "gradient_clipping"),
         ({"gradient_clipping": float("nan")}, "gradient_clipping"),
         ({"gradient_clipping": "1.0"}, "gradient_clipping"),
@@ -242,9 +244,33 @@ def test_a_wrong_value_is_shown(given, message):
     assert "default factory" not in str(caught.value)
 
 
-def test_the_old_name_of_bf16_is_taken():
-    section = {"enabled": True, "check_grad_overflow": False}
-    assert resolved({"bfloat16": section}) == resolved({"bf16": section}) != resolved({})
+CPU = {"device": "cpu"}
+BF16_SECTION = {"enabled": True, "check_grad_overflow": False}
+
+
+@pytest.mark.parametrize(
+    ("old", "today"),
+    [
+        ({"bfloat16": BF16_SECTION}, {"bf16": BF16_SECTION}),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, {"zero_optimization": {"stage": 2, "offload_optimizer": CPU}}),
+        (
+            {"zero_optimization": {"stage": 3, "cpu_offload_params": True}},
+            {"zero_optimization": {"stage": 3, "offload_param": CPU}},
+        ),
+        (
+            {"zero_optimization": {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True}},
+            {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}},
+        ),
+    ],
+    ids=str,
+)
+def test_old_names_of_keys_are_taken(old, today):
+    assert resolved(old) == resolved(today) != resolved({"zero_optimization": {"stage": 3}})
+    assert any("the old name of" in effect.text for effect in resolve_training({"train_batch_size": 8, **old})[1])
+
+
+def test_an_old_name_that_asks_for_nothing_is_off():
+    assert resolved({"zero_optimization": {"stage": 2, "cpu_offload": False}}) == resolved({"zero_optimization": {"stage": 2}})
 
 
 def test_what_others_write_is_taken(tmp_path):
