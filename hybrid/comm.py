@@ -1,9 +1,11 @@
-"""torch.distributed under DeepSpeed's names: `import hybrid.comm as dist`. Each call is torch's own."""
+"""torch.distributed under DeepSpeed's names: `import hybrid.comm as dist`. Each call is torch's own; what is not listed here and
+torch.distributed has (send, all_to_all_single, all_gather_object...) is passed on."""
 
 from __future__ import annotations
 
 import os
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -30,6 +32,21 @@ __all__ = [
     "new_group",
     "reduce_scatter_tensor",
 ]
+
+
+_ELSEWHERE = {
+    "configure": "the config's section comms_logger",
+    "get_world_group": "hybrid.comm.group.WORLD",
+    "log_summary": "engine.comms_logger.log_summary()",
+}
+
+if not TYPE_CHECKING:  # a type checker that saw it would let every name pass
+
+    def __getattr__(name: str) -> object:
+        if name.startswith("_") or not hasattr(dist, name):
+            hint = f": use {_ELSEWHERE[name]}" if name in _ELSEWHERE else ""
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+        return getattr(dist, name)
 
 
 def init_distributed(

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 # By default process group: the meshes made over it. The groups below a mesh live as long as that one (torch holds them by name),
 # and each costs threads or a communicator, so engines of one layout share them, as torch's own share the default group.
@@ -34,6 +35,10 @@ class MeshSettings(Protocol):
 
     @property
     def timeout_s(self) -> float: ...
+
+    @property
+    def model_fields_set(self) -> set[str]:
+        """The names that were given, not left to their defaults."""
 
     def num_shards(self, world_size: int) -> int:
         """Into how many shards a weight is cut."""
@@ -90,11 +95,13 @@ class Mesh:
 def open_mesh(config: MeshSettings) -> Mesh:
     """Join the group that torchrun (or `accelerate launch`) describes in the environment, or make one of a single process.
 
-    A process group that exists already is used as it is. Raises ValueError if config.device asks for CUDA where there is none,
-    for a group that cannot reduce host memory, and for a number of shards that does not divide the ranks.
+    A process group that exists already is used as it is, but for its timeout where config gives one. Raises ValueError if
+    config.device asks for CUDA where there is none, for a group that cannot reduce host memory, and for a number of shards that
+    does not divide the ranks.
     """
     device = choose_device(config.device)
-    if not dist.is_initialized():
+    is_ours = not dist.is_initialized()
+    if is_ours:
         # On CUDA both backends: small agreements between ranks go over gloo and do not wait for the device.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=config.timeout_s)
@@ -109,12 +116,16 @@ def open_mesh(config: MeshSettings) -> Mesh:
     if world_size % shards:
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(f"{shards} ranks are to hold one copy of the weights, of {world_size}; allowed: {fitting}")
+    device_mesh = _device_mesh(device.type, world_size // shards, shards)
+    if is_ours or "timeout_s" in config.model_fields_set:
+        for group in (dist.group.WORLD, device_mesh.get_group("replicate"), device_mesh.get_group("shard")):
+            _set_pg_timeout(timedelta(seconds=config.timeout_s), group)
     return Mesh(
         rank=dist.get_rank(),
         world_size=world_size,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
         device=device,
-        device_mesh=_device_mesh(device.type, world_size // shards, shards),
+        device_mesh=device_mesh,
     )
 
 

@@ -164,6 +164,39 @@ def gathered(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
 
 
+def let_parts_be_called(module: nn.Module) -> None:
+    """Of a sharded module that has not run yet: its parts may be called before it is, and, under torch.no_grad(), those whose
+    weights the module itself gathers (embedding, final norm, head) also outside of its forward. With gradients that is a
+    RuntimeError: no backward would reduce them."""
+    root = cast(FSDPModule, module)
+    root._get_fsdp_state()._lazy_init()  # else the first part that is called takes itself for the root
+    held = [p for parameters in root._get_fsdp_state()._fsdp_param_groups for p in parameters.fsdp_params]
+    paths = {child: path for path, child in module.named_modules()}
+    open_for: list[nn.Module] = []
+
+    def enter(part: nn.Module, args: object) -> None:
+        if not any(isinstance(p, DTensor) for p in part._parameters.values()):  # inside of the module's forward
+            return
+        if torch.is_grad_enabled() and any(p.requires_grad for p in part._parameters.values() if p is not None):
+            raise RuntimeError(
+                f"{paths[part]} was called outside of the module's own forward, where its weights are shards; call engine(...), "
+                "whose forward may call any part, or use torch.no_grad()"
+            )
+        with outside_inference_mode(), torch.no_grad():
+            root.unshard()
+        open_for.append(part)
+
+    def leave(part: nn.Module, args: object, result: object) -> None:
+        if open_for and open_for[-1] is part:
+            open_for.pop()
+            root.reshard()
+
+    for part in dict.fromkeys(p._module_info.module for p in held):
+        if part is not module:
+            part.register_forward_pre_hook(enter)
+            part.register_forward_hook(leave, always_call=True)
+
+
 @torch.no_grad()
 def altered(module: nn.Module) -> dict[nn.Parameter, Tensor]:
     """By shard, for what is gathered at the moment: whether (bool [], for which nothing waits) it is not what the shard is, in
@@ -221,6 +254,11 @@ def abandon(module: nn.Module) -> None:
     if root._get_fsdp_state()._is_root:  # None before the first forward: nothing can be in flight
         root.reset_iter_state()
     reshard(module)
+
+
+def is_running(module: nn.Module) -> bool:
+    """Whether a forward has begun and not ended: inside of one, or after one that raised."""
+    return cast(FSDPModule, module)._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
 
 def is_waiting(module: nn.Module) -> bool:

@@ -13,20 +13,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from hybrid.sharding import local, mark_gathered, own_rows
+from hybrid.sharding import abandon, groups, is_running, local, mark_gathered, own_rows, reshard
 
 log = logging.getLogger(__name__)
 _OWNERS = "hybrid_owners"  # attribute of an engine's parameter: the (module, name) that hold it
+_FORWARDS = "hybrid_forwards"  # attribute of an engine's parameter: the engine's _Forwards
 _WHOLE = "hybrid_whole"  # attribute of a plain tensor that stands in a module in place of a shard
 
 
 def note_owners(module: nn.Module) -> None:
-    """Let each parameter of the module know where it is held, and what a forward gathers that it is no shard. Called once, after
-    sharding."""
+    """Let each parameter of the module know where it is held, what a forward gathers that it is no shard, and forwards what is
+    whole at the time. Called once, after sharding."""
+    forwards = _Forwards(module)
     for child in module.modules():
         for name, parameter in child.named_parameters(recurse=False):
             owners = parameter.__dict__.setdefault(_OWNERS, [])
             owners.append((child, name))
+            parameter.__dict__[_FORWARDS] = forwards
     mark_gathered(module, _WHOLE)
 
 
@@ -58,26 +61,98 @@ def GatheredParameters(
             "engine.backward, or after engine(...) under torch.no_grad(), list engine.module's parameters anew"
         )
     taken = [p for p in given if _OWNERS in p.__dict__ and p not in elsewhere]
-    whole = {p: _whole_of(p) for p in taken if _is_sharded(p)}
-    kept = {p: p.detach().clone() for p in taken if p not in whole}
-    shards = {p: _lie(p) for p in whole}
+    whole = _Whole((p for p in taken if _is_sharded(p)), modifier_rank)
+    kept = {p: p.detach().clone() for p in taken if p not in whole.values}
+    forwards: list[_Forwards] = [*dict.fromkeys(p.__dict__[_FORWARDS] for p in whole.values)]
     modified = False
     try:
-        for p, value in whole.items():
-            _lay(p, value.data, _everywhere(shards[p][1]))
-            _put(p, value)
+        whole.show()
+        for each in forwards:
+            each.open.append(whole)
         yield
         modified = modifier_rank is not None
     finally:
-        for p, (shard, spec) in shards.items():
-            _lay(p, shard, spec)
-            _put(p, p)
+        for each in forwards:
+            each.open = [other for other in each.open if other is not whole]
+        whole.hide()
+        whole.restore()
         if not modified:
             for p, before in kept.items():
                 p.data.copy_(before)
     if modifier_rank is not None:
         for p in taken:
-            _take(p, whole[p].detach() if p in whole else p.data, modifier_rank)
+            _take(p, whole.values[p].detach() if p in whole.values else p.data, modifier_rank)
+
+
+class _Whole:
+    """Shards that one GatheredParameters shows whole."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter], modifier_rank: int | None) -> None:
+        """Collective."""
+        self.values = {p: _whole_of(p) for p in parameters}
+        self._modifier_rank = modifier_rank
+        self._shards = {p: _lie(p) for p in self.values}
+        self._before: dict[nn.Parameter, Tensor] = {}  # shards that a forward was given other values of
+
+    def show(self) -> None:
+        for p, value in self.values.items():
+            _lay(p, value.data, _everywhere(self._shards[p][1]))
+            _put(p, value)
+
+    def hide(self) -> None:
+        for p, (shard, spec) in self._shards.items():
+            _lay(p, shard, spec)
+            _put(p, p)
+
+    @torch.no_grad()
+    def lend(self) -> None:
+        """Collective: the shards, as a forward gathers them, have the values that are shown."""
+        self.hide()
+        for p, value in self.values.items():
+            if self._modifier_rank is not None:
+                dist.broadcast(value.data, self._modifier_rank)
+            shard, rows = self._shards[p][0], value.data[own_rows(cast(DTensor, p))]
+            if not torch.equal(shard, rows):
+                self._before.setdefault(p, shard.clone())
+                shard.copy_(rows)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for p, before in self._before.items():
+            self._shards[p][0].copy_(before)
+
+
+class _Forwards:
+    """Of one sharded module: a forward inside GatheredParameters runs with what is whole there."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.open: list[_Whole] = []
+        self._module = module
+        self._outermost: nn.Module | None = None
+        for group in groups(module):
+            cast(nn.Module, group).register_forward_pre_hook(self._enter, prepend=True)
+            cast(nn.Module, group).register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        if self._outermost is not None or not self.open:
+            return
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "a forward inside GatheredParameters computes no gradients; use torch.no_grad(), or leave it first"
+            )
+        self._outermost = module
+        for whole in self.open:
+            whole.lend()
+
+    def _leave(self, module: nn.Module, args: Any, result: Any) -> None:
+        if module is not self._outermost:
+            return
+        self._outermost = None
+        if is_running(self._module):  # it raised
+            abandon(self._module)
+        reshard(self._module)
+        for whole in self.open:
+            whole.show()
 
 
 def _is_sharded(parameter: nn.Parameter) -> bool:

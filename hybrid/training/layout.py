@@ -54,8 +54,11 @@ def shard_module(module: nn.Module, settings: TrainingConfig, mesh: Mesh) -> Non
 def _check_kept_over(ranks: int, shards: int) -> None:
     fitting = [n for n in range(2, shards) if shards % n == 0]
     if ranks > 1 and ranks not in fitting:
-        allowed = f"1, or a part of the {shards} ranks that share a weight: {fitting}" if fitting else f"1, with {shards} shards"
-        raise ValueError(f"zero_hpz_partition_size={ranks}; allowed: {allowed}")
+        allowed = ", ".join(map(str, [1, *fitting]))
+        raise ValueError(
+            f"zero_optimization.zero_hpz_partition_size={ranks}; allowed: {allowed}, as {shards} ranks share a weight and a part "
+            "of them is to keep it between forward and backward"
+        )
 
 
 @torch.no_grad()

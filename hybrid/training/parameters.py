@@ -41,6 +41,10 @@ def named_groups(module: nn.Module, given: ParameterGroups | torch.optim.Optimiz
     for group in _listed(parameters, given):
         chosen = []
         for parameter in [group["params"]] if isinstance(group["params"], nn.Parameter) else group["params"]:
+            if not isinstance(parameter, nn.Parameter):
+                raise ValueError(
+                    f"model_parameters holds a {type(parameter).__name__}; give parameters: model.parameters(), or groups"
+                )
             name = names.get(id(parameter))
             if name is None:
                 raise ValueError(

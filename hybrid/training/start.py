@@ -20,7 +20,7 @@ from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler, check_loss_scaler, loss_scaler_of
 from hybrid.optim.peer_schedules import make_schedule
 from hybrid.optim.update import Update
-from hybrid.sharding import divide_gradients
+from hybrid.sharding import divide_gradients, let_parts_be_called
 from hybrid.training.config.load import ConfigSource
 from hybrid.training.config.schedulers import Decay
 from hybrid.training.config.top import Effect, TrainingConfig, resolve_training
@@ -92,6 +92,7 @@ def initialize(
     root, rollouts = _shard(model, settings, mesh)
     _, after = settings.divisors(mesh.world_size)
     divide_gradients(root, after)
+    let_parts_be_called(root)
     made = _optimizer(optimizer, settings, groups, model)
     zero, mirror = settings.zero_optimization, None
     if made is not None and zero.offload_optimizer.on and not zero.offload_param.on:
@@ -133,11 +134,10 @@ def initialize(
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """--deepspeed and --deepspeed_config, as DeepSpeed's launcher expects them, and --local_rank."""
+    """--deepspeed and --deepspeed_config, as DeepSpeed's launcher expects them."""
     group = parser.add_argument_group("engine", "config of the training engine")
     group.add_argument("--deepspeed", action="store_true", help="taken for scripts that ask for it; the engine is always used")
     group.add_argument("--deepspeed_config", type=str, default=None, help="JSON file of the engine's config")
-    group.add_argument("--local_rank", type=int, default=-1, help="given by some launchers; the environment is what counts")
     return parser
 
 

@@ -61,7 +61,7 @@ class CommsLoggerConfig(Strict):
 
     @model_validator(mode="after")
     def _check_choice(self) -> CommsLoggerConfig:
-        if self.prof_ops and self.prof_all and "prof_all" in self.model_fields_set:
+        if self.enabled and self.prof_ops and self.prof_all and "prof_all" in self.model_fields_set:
             raise ValueError(f"prof_all=true with prof_ops={list(self.prof_ops)}; allowed: one of them")
         if self.enabled and not self.prof_all and not self.prof_ops:
             raise ValueError("prof_all=false with prof_ops=[] records nothing; name operations, or set enabled=false")

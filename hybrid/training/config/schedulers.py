@@ -35,7 +35,7 @@ class Warmup(ScheduleParams):
     -5, 1.5, NaN and text are refused.
     """
 
-    warmup_num_steps: Whole = Field(1000, ge=0)
+    warmup_num_steps: Whole = Field(1000, ge=0, description="steps of the rise; 0: none")
     warmup_type: Literal["log", "linear"] = Field("log", description="the rise at index i: log(i + 1) / log(steps), or i / steps")
 
     @property
@@ -60,7 +60,7 @@ class WarmupLR(Warmup):
 
     AUTO: ClassVar[Mapping[str, Any]] = {"warmup_max_lr": None}
 
-    warmup_min_lr: RatePerGroup = 0.0
+    warmup_min_lr: RatePerGroup = Field(0.0, description="where the rise begins")
     warmup_max_lr: RatePerGroup | None = Field(None, description='null or "auto": the optimizer\'s own rates')
 
     @model_validator(mode="after")
@@ -74,7 +74,7 @@ class WarmupDecayLR(Decay):
 
     AUTO: ClassVar[Mapping[str, Any]] = {"total_num_steps": None, "warmup_max_lr": None}
 
-    warmup_min_lr: RatePerGroup = 0.0
+    warmup_min_lr: RatePerGroup = Field(0.0, description="where the rise begins")
     warmup_max_lr: RatePerGroup | None = Field(0.001, description='null or "auto": the optimizer\'s own rates')
 
     @model_validator(mode="after")
@@ -86,25 +86,25 @@ class WarmupDecayLR(Decay):
 class WarmupCosineLR(Decay):
     """Shares of the optimizer's own rates: from `warmup_min_ratio` to 1, then along half a cosine to `cos_min_ratio`."""
 
-    warmup_min_ratio: float = Field(0.0, ge=0, le=1)
-    cos_min_ratio: float = Field(0.0001, ge=0, le=1)
+    warmup_min_ratio: float = Field(0.0, ge=0, le=1, description="share of the rate where the rise begins")
+    cos_min_ratio: float = Field(0.0001, ge=0, le=1, description="share of the rate at the end")
 
 
 class OneCycle(ScheduleParams):
     """Up from `cycle_min_lr` to `cycle_max_lr` and back while the momentum goes down and back, then a decay (Smith 2018,
     arXiv:1803.09820)."""
 
-    cycle_min_lr: RatePerGroup
-    cycle_max_lr: RatePerGroup
+    cycle_min_lr: RatePerGroup = Field(description="at both ends of the cycle")
+    cycle_max_lr: RatePerGroup = Field(description="at its top")
     decay_lr_rate: float = Field(0.0, ge=0, description="after the cycle, per decay_step_size steps")
     cycle_first_step_size: Whole = Field(2000, ge=1, description="steps of the way up")
     cycle_second_step_size: Annotated[Whole, Field(ge=0)] | None = Field(None, description="of the way down; null: as many")
     cycle_first_stair_count: Whole = Field(0, ge=0, description="stairs of the way up; 0: none, it is a line")
     cycle_second_stair_count: Annotated[Whole, Field(ge=0)] | None = Field(None, description="of the way down; null: as many")
     decay_step_size: Whole = Field(0, ge=0, description="0: no decay")
-    cycle_momentum: bool = True
-    cycle_min_mom: MomentumPerGroup = 0.8
-    cycle_max_mom: MomentumPerGroup = 0.9
+    cycle_momentum: bool = Field(True, description="the momentum goes the other way")
+    cycle_min_mom: MomentumPerGroup = Field(0.8, description="at the top of the cycle")
+    cycle_max_mom: MomentumPerGroup = Field(0.9, description="at both its ends")
     decay_mom_rate: float = Field(
         0.0, ge=0, description="after the cycle the momentum rises by this share per decay_step_size steps"
     )
@@ -127,11 +127,11 @@ class OneCycle(ScheduleParams):
 class LRRangeTest(ScheduleParams):
     """Up and up, to see where training breaks (Smith 2018, arXiv:1803.09820)."""
 
-    lr_range_test_min_lr: RatePerGroup = 1e-3
+    lr_range_test_min_lr: RatePerGroup = Field(1e-3, description="the first rate")
     lr_range_test_step_size: Whole = Field(
         2000, ge=1, description="steps in which the rate rises once by step_rate times the first"
     )
-    lr_range_test_step_rate: float = Field(1.0, ge=0)
+    lr_range_test_step_rate: float = Field(1.0, ge=0, description="how much each rise adds, in first rates")
     lr_range_test_staircase: bool = Field(False, description="rise only at the end of each step_size steps")
 
 

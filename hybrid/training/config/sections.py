@@ -116,7 +116,7 @@ class WandbConfig(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> WandbConfig:
-        if self.group is not None or self.team is not None:
+        if self.enabled and (self.group is not None or self.team is not None):
             raise ValueError("group and team: give them by the environment, WANDB_RUN_GROUP and WANDB_ENTITY")
         return self
 

@@ -76,7 +76,11 @@ class TrainingConfig(Strict):
         None, description="of this engine's log, shown on the console if logging is not set up; null: left alone"
     )
     seed: int = Field(0, ge=0, description="ours: of the training data's order")
-    timeout_s: float = Field(600.0, gt=0, description="ours: a collective that waits longer than this ends the run")
+    timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="ours: a collective that waits longer than this ends the run; if given, also in a group there is",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="ours")
 
     @field_validator("steps_per_print", mode="before")

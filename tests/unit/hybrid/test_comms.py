@@ -297,7 +297,7 @@ def test_it_stops_on_the_thread_that_started_it():
     [
         ({"prof_ops": ["allreduce"]}, "nearest: all_reduce"),
         ({"prof_ops": ["xyz"]}, "allowed: all_reduce, all_gather"),
-        ({"prof_ops": ["broadcast"], "prof_all": True}, "allowed: one of them"),
+        ({"enabled": True, "prof_ops": ["broadcast"], "prof_all": True}, "allowed: one of them"),
         ({"enabled": True, "prof_all": False}, "records nothing"),
         ({"enable": True}, "enable"),
         ({"enabled": "true"}, "enabled"),

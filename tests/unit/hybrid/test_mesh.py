@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
+from pool import Pool
 
 from hybrid.config import HybridConfig
 from hybrid.mesh import open_mesh
@@ -33,3 +35,27 @@ def test_ranks_agree(pool2):
         assert result == ([1, 10], [0, 0], [1, 10], [[0, 0], [1, 10]], (1, 2), rank)
     for result in pool2.run(agreements, 0):
         assert result[4:] == ((2, 1), 0)  # replicas: everyone holds the one shard
+
+
+def waits() -> str:
+    """Rank 0 waits for a rank that does not come."""
+    open_mesh(HybridConfig(device="cpu", timeout_s=2))
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() == 1:
+        store.wait(["done"])
+        return ""
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        store.set("done", "1")
+    return "no error"
+
+
+def test_the_timeout_holds_in_a_group_that_exists_already():
+    pool = Pool(2)  # its own: the group is broken afterwards
+    try:
+        assert "Timed out waiting 2000ms" in pool.run(waits)[0]
+    finally:
+        pool.close()

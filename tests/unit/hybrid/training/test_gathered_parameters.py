@@ -336,3 +336,129 @@ def test_a_digest_of_many_numbers_reaches_the_last():
     first = values.index_fill(0, torch.tensor([2]), 1.0)  # the same place, of the chunk before
     assert len({digest(v).item() for v in (values, other, first)}) == 3
     assert not same_bits(values, other)
+
+
+# -- forwards inside
+
+
+def scale_all(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.data.mul_(1.5)
+
+
+def forward_inside(stage: int, modifier: int | None, warm: bool, keys: dict) -> dict:
+    engine = open_engine(config(stage=stage, **keys))
+    ((x, _),), later = micro_batches(2, 1)
+    with torch.no_grad():
+        if warm:
+            engine(x)
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=modifier):
+            plain = engine.module(x)
+            if modifier is None or engine.global_rank == modifier:
+                scale_all(engine.module)
+            inside = engine.module(x), engine.module.blocks[0](engine.module.door(x).float()), engine(x)
+            if modifier is None or engine.global_rank == modifier:
+                scale_all(engine.module)  # what a forward has used may change again
+        after = engine.module(x)
+    train(engine, [later])
+    return {"plain": plain, "inside": inside, "after": after, "weights": weights_of(engine), "left": gathered(engine.module)}
+
+
+def scaled_net(by: float) -> nn.Module:
+    net = make_net()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter *= by
+    return net
+
+
+@pytest.mark.parametrize("modifier", [None, 1])
+@pytest.mark.parametrize(
+    ("stage", "warm", "keys"),
+    [
+        (0, True, {}),
+        (1, False, {}),
+        (2, True, {"zero_optimization": OFFLOAD}),
+        (3, False, {}),
+        (3, True, {"zero_optimization": {"offload_param": {"device": "cpu"}}}),
+    ],
+    ids=str,
+)
+def test_a_forward_inside_runs_with_what_is_whole(pool2, stage, modifier, warm, keys):
+    ((x, _),), later = micro_batches(2, 1)
+    scaled, after = scaled_net(1.5), scaled_net(1.0 if modifier is None else 2.25)
+    with torch.no_grad():
+        expected = make_net()(x), scaled(x), scaled.blocks[0](scaled.door(x)), after(x)
+    trained = plain_sgd([later], module=after)
+    for result in pool2.run(forward_inside, stage, modifier, warm, keys):
+        of_all, of_block, of_engine = result["inside"]
+        given = result["plain"], of_all, of_block, result["after"]
+        assert max(float((a - b).abs().max()) for a, b in zip(given, expected, strict=True)) < 1e-5
+        assert torch.equal(of_engine, of_all)
+        assert worst(result["weights"], trained) < 1e-5
+        assert result["left"] == []
+
+
+def half_precision_inside() -> bool:
+    engine = open_engine(config(bf16={"enabled": True}))
+    x = micro_batches(1, 1)[0][0][0]
+    with torch.no_grad():
+        with GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            scale_all(engine.module)
+            inside = engine(x)
+        return torch.equal(inside, engine(x)) and inside.dtype == torch.bfloat16
+
+
+def test_a_forward_inside_computes_in_its_dtype(pool2):
+    assert pool2.run(half_precision_inside) == [True, True]
+
+
+def failing_inside(stage: int) -> dict:
+    engine = open_engine(config(stage=stage))
+    (x, _), *_ = micro_batches(1, 1)[0]
+    with torch.no_grad(), GatheredParameters(list(engine.module.parameters())):
+        scale_all(engine.module)
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            engine.module(x[:, 1:])
+        scaled = engine.module.head.weight.clone()
+    with GatheredParameters(list(engine.module.parameters())), pytest.raises(RuntimeError, match=r"use torch\.no_grad\(\)"):
+        engine.module(x)
+    train(engine, micro_batches(1, 1))
+    return {"scaled": scaled, "weights": weights_of(engine)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_forward_inside_that_fails_leaves_what_was(pool2, stage):
+    for result in pool2.run(failing_inside, stage):
+        assert torch.equal(result["scaled"], scaled_net(1.5).head.weight)
+        assert worst(result["weights"], plain_sgd(micro_batches(1, 1))) < 1e-5
+
+
+# -- parts that are called on their own
+
+
+def parts(stage: int) -> dict:
+    engine = open_engine(config(stage=stage))
+    (x, _), *_ = micro_batches(1, 1)[0]
+    with torch.no_grad():  # before the module has run
+        hidden = engine.module.blocks[1](engine.module.door(x))
+        out = engine.module.head(hidden)
+    with pytest.raises(RuntimeError, match="door was called outside of the module's own forward"):
+        engine.module.door(x)
+    left = gathered(engine.module.head) + gathered(engine.module.door)
+    train(engine, micro_batches(1, 1))
+    return {"hidden": hidden, "out": out, "left": left, "weights": weights_of(engine)}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parts_may_be_called_without_gradients(pool2, stage):
+    (x, _), *_ = micro_batches(1, 1)[0]
+    net = make_net()
+    with torch.no_grad():
+        hidden = net.blocks[1](net.door(x))
+        out = net.head(hidden)
+    for result in pool2.run(parts, stage):
+        assert torch.allclose(result["hidden"], hidden, atol=1e-5)
+        assert torch.allclose(result["out"], out, atol=1e-5)
+        assert result["left"] == []
+        assert worst(result["weights"], plain_sgd(micro_batches(1, 1))) < 1e-5

@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import json
 import logging
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 from torch import nn
 from training_cases import config, make_net, open_engine
 
@@ -284,6 +286,46 @@ def test_what_others_write_is_taken(tmp_path):
 
 
 # -- what is said of each key
+
+
+def sections(section: type[BaseModel]) -> dict[type[BaseModel], None]:
+    """It and all that are below it."""
+    found = dict.fromkeys([section])
+    for field in section.model_fields.values():
+        for kind in sections_of(field):
+            found |= sections(kind)
+    return found
+
+
+def test_every_key_there_is_has_a_line_that_says_what_it_does():
+    every = sections(TrainingConfig)
+    assert {*SCHEDULES.values()} < every.keys()
+    shown = [
+        (kind.__name__, name)
+        for kind in every
+        for name, f in kind.model_fields.items()
+        if not f.description and not sections_of(f)
+    ]
+    assert shown == [("SchedulerConfig", "type")]
+
+
+def sections_of(field: Any) -> list[type[BaseModel]]:
+    kinds = [field.annotation, *get_args(field.annotation)]
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+@pytest.mark.parametrize(
+    "section",
+    [
+        {"wandb": {"enabled": False, "group": "a", "team": "b"}},
+        {"comms_logger": {"enabled": False, "prof_all": True, "prof_ops": ["all_reduce"]}},
+    ],
+    ids=str,
+)
+def test_a_section_that_is_off_may_say_anything(section):
+    assert resolved(section)
+    with pytest.raises(ValueError, match=next(iter(section))):
+        resolved({name: {**keys, "enabled": True} for name, keys in section.items()})
 
 
 def test_every_given_key_is_said_to_do_something():

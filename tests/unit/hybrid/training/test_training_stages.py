@@ -109,7 +109,7 @@ def test_shards_that_do_not_divide_the_ranks_are_refused(pool4):
 
 
 def test_a_part_of_the_ranks_that_is_none_is_refused(pool4):
-    with pytest.raises(AssertionError, match=r"zero_hpz_partition_size=4; allowed: 1, or a part of the 4 ranks .*: \[2\]"):
+    with pytest.raises(AssertionError, match=r"zero_hpz_partition_size=4; allowed: 1, 2, as 4 ranks share a weight"):
         pool4.run(shard_sizes, config(ranks=4, zero_optimization={"stage": 3, "zero_hpz_partition_size": 4}))
 
 

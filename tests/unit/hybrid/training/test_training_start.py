@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 from collections import Counter
@@ -106,6 +107,7 @@ def stepped_optimizer(net: nn.Module) -> torch.optim.Optimizer:
     [
         (lambda net: {"model_parameters": make_net(1).parameters()}, r"shape \[16, 8\] is not the model's"),
         (lambda net: {"model_parameters": [{"params": list(net.parameters())}, {"params": [net.head.bias]}]}, "bias stands in"),
+        (lambda net: {"model_parameters": net.named_parameters()}, r"holds a tuple; give parameters: model\.parameters\(\)"),
         (lambda net: {"optimizer": stepped_optimizer(net)}, "has stepped before initialize"),
         (lambda net: {"model": net.requires_grad_(False)}, "no parameter is trained"),
         (lambda net: {"model": net.to("meta")}, "door.weight is on the meta device"),
@@ -613,3 +615,23 @@ def test_collectives_under_deepspeeds_names(pool2):
             "after": True,  # one group less, not none
             "missing": [],
         }
+
+
+def test_what_torch_distributed_has_beside_is_passed_on():
+    assert hybrid.comm.all_to_all_single is torch.distributed.all_to_all_single
+    assert hybrid.comm.group.WORLD is torch.distributed.group.WORLD
+    for name, remedy in (("log_summary", r"use engine\.comms_logger"), ("nonsense", "'nonsense'$")):
+        with pytest.raises(AttributeError, match=remedy):
+            getattr(hybrid.comm, name)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_scripts_own_local_rank_stands_beside_the_engines_arguments(before):
+    parser = argparse.ArgumentParser()
+    if before:
+        parser.add_argument("--local_rank", type=int, default=-1)
+    hybrid.add_config_arguments(parser)
+    if not before:
+        parser.add_argument("--local_rank", type=int, default=-1)
+    args = parser.parse_args(["--local_rank", "1", "--deepspeed", "--deepspeed_config", "c.json"])
+    assert (args.local_rank, args.deepspeed, args.deepspeed_config) == (1, True, "c.json")
