@@ -6,6 +6,7 @@ Rooms:
     models      a HF module on meta, streamed from safetensors into shards
     policy      the module that is trained: decoder, and a head that runs the loss
     sharding    fully_shard by layer and dtype; ZeRO stages; the shards as a weight source
+    in_flight   what its forwards and backwards have in flight: gathered weights, gradients that wait
     lora        adapters: W + s B A on a frozen base
     batch       packed micro-batches and their padded view
     loss_head   the chunked loss: [B, T, V] never exists

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid import lora, sharding
+from hybrid import in_flight, lora, sharding
 from hybrid.batch import Batch
 from hybrid.checkpoint import Trained, load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
@@ -329,8 +329,8 @@ class HybridEngine:
         try:
             yield
         except BaseException:
-            sharding.abandon(self.model.module)
-            sharding.discard_waiting(self.model.module)
+            in_flight.abandon(self.model.module)
+            in_flight.discard_waiting(self.model.module)
             self.optimizer.zero_grad()
             raise
 

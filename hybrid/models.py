@@ -24,7 +24,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hybrid import attention, fused, lora, sharding
+from hybrid import attention, fused, in_flight, lora, sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, pack_head, tokens_per_chunk
@@ -313,7 +313,7 @@ class ShardedModel:
             try:
                 return self.module(batch, head_function)
             except BaseException:
-                sharding.abandon(self.module)
+                in_flight.abandon(self.module)
                 raise
             finally:
                 sharding.reshard(self.module)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from hybrid.config import HybridConfig
 from hybrid.mesh import Mesh
@@ -164,63 +163,6 @@ def gathered(module: nn.Module) -> list[str]:
     return [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
 
 
-def let_parts_be_called(module: nn.Module) -> None:
-    """Of a sharded module that has not run yet: its parts may be called before it is, and, under torch.no_grad(), those whose
-    weights the module itself gathers (embedding, final norm, head) also outside of its forward. With gradients that is a
-    RuntimeError: no backward would reduce them."""
-    root = cast(FSDPModule, module)
-    root._get_fsdp_state()._lazy_init()  # else the first part that is called takes itself for the root
-    held = [p for parameters in root._get_fsdp_state()._fsdp_param_groups for p in parameters.fsdp_params]
-    paths = {child: path for path, child in module.named_modules()}
-    open_for: list[nn.Module] = []
-
-    def enter(part: nn.Module, args: object) -> None:
-        if not any(isinstance(p, DTensor) for p in part._parameters.values()):  # inside of the module's forward
-            return
-        if torch.is_grad_enabled() and any(p.requires_grad for p in part._parameters.values() if p is not None):
-            raise RuntimeError(
-                f"{paths[part]} was called outside of the module's own forward, where its weights are shards; call engine(...), "
-                "whose forward may call any part, or use torch.no_grad()"
-            )
-        with outside_inference_mode(), torch.no_grad():
-            root.unshard()
-        open_for.append(part)
-
-    def leave(part: nn.Module, args: object, result: object) -> None:
-        if open_for and open_for[-1] is part:
-            open_for.pop()
-            root.reshard()
-
-    for part in dict.fromkeys(p._module_info.module for p in held):
-        if part is not module:
-            part.register_forward_pre_hook(enter)
-            part.register_forward_hook(leave, always_call=True)
-
-
-@torch.no_grad()
-def altered(module: nn.Module) -> dict[nn.Parameter, Tensor]:
-    """By shard, for what is gathered at the moment: whether (bool [], for which nothing waits) it is not what the shard is, in
-    this rank's rows: somebody has changed one of the two, and the gathered one will be thrown away."""
-    found: dict[nn.Parameter, Tensor] = {}
-    for group in groups(module):
-        for parameters in group._get_fsdp_state()._fsdp_param_groups:
-            for held in parameters.fsdp_params if parameters.is_unsharded else ():
-                gathered_rows = held._unsharded_param.detach()[own_rows(cast(DTensor, held.sharded_param))]
-                found[held.sharded_param] = _differ(gathered_rows, local(held.sharded_param))
-    return found
-
-
-def _differ(gathered_rows: Tensor, shard: Tensor) -> Tensor:
-    """bool []: anywhere, but where a gathered value is a NaN."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(gathered_rows.element_size())
-    if gathered_rows.device.type == "cpu" and bits is not None:  # in what stays in the cache: a third of the time
-        parts = zip(gathered_rows.reshape(-1).split(2**19), shard.reshape(-1).split(2**19), strict=True)
-        if all(torch.equal(one.view(bits), other.to(one.dtype).view(bits)) for one, other in parts):
-            return torch.tensor(False)
-    shard = shard.to(gathered_rows, non_blocking=True)
-    return ((gathered_rows != shard) & (gathered_rows == gathered_rows)).any()
-
-
 def gather_dtypes(module: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     """In which dtype each shard is gathered to compute; those without an entry compute as they are."""
     dtypes: dict[nn.Parameter, torch.dtype] = {}
@@ -229,61 +171,6 @@ def gather_dtypes(module: nn.Module) -> dict[nn.Parameter, torch.dtype]:
             if (dtype := parameters.mp_policy.param_dtype) is not None:
                 dtypes |= dict.fromkeys((held.sharded_param for held in parameters.fsdp_params), dtype)
     return dtypes
-
-
-def mark_gathered(module: nn.Module, attribute: str) -> None:
-    """Give `attribute` (True) to every whole parameter that a forward puts in the place of a shard. FSDP2 makes one for each
-    shard, at the first gather, and keeps it: one look, after the first gather of each group, is enough."""
-    handles: dict[FSDPModule, RemovableHandle] = {}
-    for group in groups(module):
-
-        def mark(unit: nn.Module, args: object, group: FSDPModule = group) -> None:
-            held = [p for parameters in group._get_fsdp_state()._fsdp_param_groups for p in parameters.fsdp_params]
-            if all(hasattr(p, "_unsharded_param") for p in held):
-                for p in held:
-                    setattr(p._unsharded_param, attribute, True)
-                handles.pop(group).remove()
-
-        handles[group] = cast(nn.Module, group).register_forward_pre_hook(mark)
-
-
-def abandon(module: nn.Module) -> None:
-    """After a forward or backward that raised: end what is in flight, free what is gathered, ready for the next. Gradients of
-    earlier backwards stay."""
-    root = cast(FSDPModule, module)
-    if root._get_fsdp_state()._is_root:  # None before the first forward: nothing can be in flight
-        root.reset_iter_state()
-    reshard(module)
-
-
-def is_running(module: nn.Module) -> bool:
-    """Whether a forward has begun and not ended: inside of one, or after one that raised."""
-    return cast(FSDPModule, module)._get_fsdp_state()._state_ctx.iter_forward_root is not None
-
-
-def is_waiting(module: nn.Module) -> bool:
-    """Whether there are gradients that wait for their reduction, which no shard's `grad` shows."""
-    for group in groups(module):
-        for parameters in group._get_fsdp_state()._fsdp_param_groups:
-            for held in parameters.fsdp_params:
-                gathered = getattr(held, "_unsharded_param", None)
-                if held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
-                    return True
-            if parameters._partial_reduce_output is not None:
-                return True
-    return False
-
-
-def discard_waiting(module: nn.Module) -> None:
-    """Drop gradients that wait for their reduction (stages 0 and 1, before the last micro-batch), which no shard's `grad` shows.
-    FSDP2 has no call for it: its own reset keeps them, and adds them to whatever comes next."""
-    for group in groups(module):
-        for parameters in group._get_fsdp_state()._fsdp_param_groups:
-            parameters._partial_reduce_output = None
-            for held in parameters.fsdp_params:
-                held.unsharded_accumulated_grad = None
-                if hasattr(held, "_unsharded_param"):
-                    held._unsharded_param.grad = None
 
 
 def outside_inference_mode() -> AbstractContextManager[object]:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from hybrid.sharding import abandon, groups, is_running, local, mark_gathered, own_rows, reshard
+from hybrid.in_flight import abandon, is_running, mark_gathered
+from hybrid.sharding import groups, local, own_rows, reshard
 
 log = logging.getLogger(__name__)
 _OWNERS = "hybrid_owners"  # attribute of an engine's parameter: the (module, name) that hold it

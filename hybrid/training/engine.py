@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hybrid import checkpointing, sharding
+from hybrid import checkpointing, in_flight, sharding
 from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
@@ -199,7 +199,7 @@ class TrainingEngine(EngineFacts):
     def _check_gradients(self, boundary: bool) -> None:
         """Whether a step would take the gradients that the caller means."""
         error, held = None, self._update.parameters.values()
-        if self._waiting == 0 and (any(p.grad is not None for p in held) or sharding.is_waiting(self.root)):
+        if self._waiting == 0 and (any(p.grad is not None for p in held) or in_flight.is_waiting(self.root)):
             error = "gradients are there that engine.backward did not make; use engine.backward(loss) in place of loss.backward()"
         if self._waiting and boundary and not self._is_synced:
             error = (
@@ -241,7 +241,7 @@ class TrainingEngine(EngineFacts):
         try:
             yield
         except BaseException:
-            sharding.abandon(self.root)
+            in_flight.abandon(self.root)
             self.discard_gradients()
             raise
 
@@ -251,7 +251,7 @@ class TrainingEngine(EngineFacts):
         try:
             yield
         except BaseException:
-            sharding.abandon(self.root)
+            in_flight.abandon(self.root)
             raise
 
     # -- accumulation
@@ -285,7 +285,7 @@ class TrainingEngine(EngineFacts):
 
     def discard_gradients(self) -> None:
         """Drop what earlier backwards of this step have left; its accumulation begins anew."""
-        sharding.discard_waiting(self.root)
+        in_flight.discard_waiting(self.root)
         self._waiting = self._micro = 0
         self._update.drop()
         self._settle(taken=False)

@@ -14,13 +14,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
+from hybrid.in_flight import let_parts_be_called
 from hybrid.mesh import Mesh, check_same, check_same_module, in_text, open_mesh, raise_together
 from hybrid.models import ShardedModel
 from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler, check_loss_scaler, loss_scaler_of
 from hybrid.optim.peer_schedules import make_schedule
 from hybrid.optim.update import Update
-from hybrid.sharding import divide_gradients, let_parts_be_called
+from hybrid.sharding import divide_gradients
 from hybrid.training.config.load import ConfigSource
 from hybrid.training.config.schedulers import Decay
 from hybrid.training.config.top import Effect, TrainingConfig, resolve_training

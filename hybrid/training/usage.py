@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybrid import sharding
+from hybrid import in_flight, sharding
 from hybrid.mesh import Mesh
 from hybrid.optim.gradients import in_words
 
@@ -88,7 +88,7 @@ class Usage:
 
     def note_altered(self) -> None:
         """Compare what is gathered at the moment with its shards, before it is freed. No rank and no device is waited for."""
-        for parameter, flag in sharding.altered(self._module).items():
+        for parameter, flag in in_flight.altered(self._module).items():
             before = self._altered.get(parameter)
             self._altered[parameter] = flag if before is None else flag | before
 

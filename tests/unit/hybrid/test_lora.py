@@ -24,7 +24,7 @@ from tiny import save_tiny, tiny_model
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 
-from hybrid import HybridEngine, sharding
+from hybrid import HybridEngine, in_flight
 from hybrid.checkpoint import read_header
 from hybrid.config import resolve
 from hybrid.modes import Generation
@@ -283,7 +283,7 @@ def test_the_adapter_is_on_again_after_an_error(folder):
 
     with pytest.raises(RuntimeError, match="stop"), engine.model.adapter.off():
         engine.model.module(BATCHES[0], fail)
-    sharding.abandon(engine.model.module)
+    in_flight.abandon(engine.model.module)
     assert torch.equal(engine.score(BATCHES[0]), wanted)
 
 
