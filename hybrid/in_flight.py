@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from hybrid.sharding import groups, local, outside_inference_mode, own_rows, reshard
@@ -42,8 +43,6 @@ def is_waiting(module: nn.Module) -> bool:
             gathered = getattr(held, "_unsharded_param", None)
             if held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
                 return True
-        if parameters._partial_reduce_output is not None:
-            return True
     return False
 
 
@@ -73,12 +72,14 @@ def altered(module: nn.Module) -> dict[nn.Parameter, Tensor]:
 def _differ(gathered_rows: Tensor, shard: Tensor) -> Tensor:
     """bool []: anywhere, but where a gathered value is a NaN."""
     bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(gathered_rows.element_size())
-    if gathered_rows.device.type == "cpu" and bits is not None:  # in what stays in the cache: a third of the time
-        parts = zip(gathered_rows.reshape(-1).split(2**19), shard.reshape(-1).split(2**19), strict=True)
-        if all(torch.equal(one.view(bits), other.to(one.dtype).view(bits)) for one, other in parts):
-            return torch.tensor(False)
-    shard = shard.to(gathered_rows, non_blocking=True)
-    return ((gathered_rows != shard) & (gathered_rows == gathered_rows)).any()
+    on_host = gathered_rows.device.type == "cpu" and bits is not None
+    size = 2**19 if on_host else 2**24  # what stays in the cache; what is small beside the gathered weight
+    found = torch.zeros((), dtype=torch.bool, device=gathered_rows.device)
+    for one, other in zip(gathered_rows.reshape(-1).split(size), shard.reshape(-1).split(size), strict=True):
+        other = other.to(one, non_blocking=True)
+        if not (on_host and torch.equal(one.view(bits), other.view(bits))):  # a third of the time
+            found |= ((one != other) & (one == one)).any()
+    return found
 
 
 def mark_gathered(module: nn.Module, attribute: str) -> None:
@@ -97,20 +98,27 @@ def mark_gathered(module: nn.Module, attribute: str) -> None:
         handles[group] = cast(nn.Module, group).register_forward_pre_hook(mark)
 
 
+def root_parts(module: nn.Module) -> list[nn.Module]:
+    """The parts whose weights the module itself gathers: embedding, final norm, head."""
+    state = cast(FSDPModule, module)._get_fsdp_state()
+    held = [p._module_info.module for parameters in state._fsdp_param_groups for p in parameters.fsdp_params]
+    return [part for part in dict.fromkeys(held) if part is not module]
+
+
 def let_parts_be_called(module: nn.Module) -> None:
-    """Of a sharded module that has not run yet: its parts may be called before it is, and, under torch.no_grad(), those whose
-    weights the module itself gathers (embedding, final norm, head) also outside of its forward. With gradients that is a
-    RuntimeError: no backward would reduce them."""
+    """Of a sharded module that has not run yet: its parts may be called before it is, and `root_parts`, by all ranks together
+    and without gradients, outside of its forward. With gradients that is a RuntimeError: no backward would find the weights."""
     root = cast(FSDPModule, module)
     root._get_fsdp_state()._lazy_init()  # else the first part that is called takes itself for the root
-    held = [p for parameters in root._get_fsdp_state()._fsdp_param_groups for p in parameters.fsdp_params]
     paths = {child: path for path, child in module.named_modules()}
     open_for: list[nn.Module] = []
 
-    def enter(part: nn.Module, args: object) -> None:
-        if not any(isinstance(p, DTensor) for p in part._parameters.values()):  # inside of the module's forward
+    def enter(part: nn.Module, args: Any, kwargs: Any) -> None:
+        weights = [p for p in part._parameters.values() if p is not None]
+        if not any(isinstance(p, DTensor) for p in weights):  # inside of the module's forward
             return
-        if torch.is_grad_enabled() and any(p.requires_grad for p in part._parameters.values() if p is not None):
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if torch.is_grad_enabled() and any(x.requires_grad for x in [*weights, *inputs]):
             raise RuntimeError(
                 f"{paths[part]} was called outside of the module's own forward, where its weights are shards; call engine(...), "
                 "whose forward may call any part, or use torch.no_grad()"
@@ -119,12 +127,11 @@ def let_parts_be_called(module: nn.Module) -> None:
             root.unshard()
         open_for.append(part)
 
-    def leave(part: nn.Module, args: object, result: object) -> None:
+    def leave(part: nn.Module, args: Any, result: Any) -> None:
         if open_for and open_for[-1] is part:
             open_for.pop()
             root.reshard()
 
-    for part in dict.fromkeys(p._module_info.module for p in held):
-        if part is not module:
-            part.register_forward_pre_hook(enter)
-            part.register_forward_hook(leave, always_call=True)
+    for part in root_parts(module):
+        part.register_forward_pre_hook(enter, with_kwargs=True)
+        part.register_forward_hook(leave, always_call=True)

@@ -92,16 +92,12 @@ class Mesh:
         return [flat[r * len(row) : (r + 1) * len(row)] for r in range(self.world_size)]
 
 
-def open_mesh(config: MeshSettings) -> Mesh:
-    """Join the group that torchrun (or `accelerate launch`) describes in the environment, or make one of a single process.
-
-    A process group that exists already is used as it is, but for its timeout where config gives one. Raises ValueError if
-    config.device asks for CUDA where there is none, for a group that cannot reduce host memory, and for a number of shards that
-    does not divide the ranks.
-    """
+def join_group(config: MeshSettings) -> torch.device:
+    """Join the group that torchrun (or `accelerate launch`) describes in the environment, or make one of a single process; a
+    process group that exists already is used as it is. Returns this rank's device. Raises ValueError if config.device asks for
+    CUDA where there is none, and for a group that cannot reduce host memory."""
     device = choose_device(config.device)
-    is_ours = not dist.is_initialized()
-    if is_ours:
+    if not dist.is_initialized():
         # On CUDA both backends: small agreements between ranks go over gloo and do not wait for the device.
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=config.timeout_s)
@@ -111,13 +107,20 @@ def open_mesh(config: MeshSettings) -> Mesh:
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     if "cpu:" not in (backends := dist.get_backend_config()):
         raise ValueError(f"the process group's backends are {backends!r}; allowed: one for host memory too: cpu:gloo,cuda:nccl")
+    return device
+
+
+def open_mesh(config: MeshSettings) -> Mesh:
+    """Collective: the mesh over the group of `join_group`, which has config's timeout from here on, if config gives one. Raises
+    ValueError as that does, and for a number of shards that does not divide the ranks."""
+    device = join_group(config)
     world_size = dist.get_world_size()
     shards = config.num_shards(world_size)
     if world_size % shards:
         fitting = [n for n in range(1, world_size + 1) if world_size % n == 0]
         raise ValueError(f"{shards} ranks are to hold one copy of the weights, of {world_size}; allowed: {fitting}")
     device_mesh = _device_mesh(device.type, world_size // shards, shards)
-    if is_ours or "timeout_s" in config.model_fields_set:
+    if "timeout_s" in config.model_fields_set:
         for group in (dist.group.WORLD, device_mesh.get_group("replicate"), device_mesh.get_group("shard")):
             _set_pg_timeout(timedelta(seconds=config.timeout_s), group)
     return Mesh(

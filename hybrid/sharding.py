@@ -82,14 +82,19 @@ def _frees_layers(stage: int) -> bool:
 
 
 def divide_gradients(module: nn.Module, by: float) -> None:
-    """Let every gradient be the sum over ranks, divided by that. (FSDP2's own factor does it before, after or twice, by the dtype
-    that is sent and by whether weights are cut: torch 2.13.)"""
+    """Let every gradient be the sum over ranks, divided by that; after `let_parts_be_called`. (FSDP2's own factor does it before,
+    after or twice, by the dtype that is sent and by whether weights are cut: torch 2.13.)"""
+    if by == 1.0:
+        return
 
     def divide(reduced: Tensor) -> None:
         reduced /= by
 
     for group in groups(module):
-        group.set_all_reduce_hook(divide)
+        for parameters in group._get_fsdp_state()._fsdp_param_groups:
+            # On another stream than the reduce-scatter's its buffer could be used again before it has been read.
+            stream = None if parameters._is_hsdp else parameters.comm_ctx.reduce_scatter_stream
+            group.set_all_reduce_hook(divide, stream=stream)
 
 
 def _shard_unit(unit: nn.Module, grid: DeviceMesh, layout: Layout, reshard_after_forward: bool | int) -> None:

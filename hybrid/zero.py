@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from hybrid.in_flight import abandon, is_running, mark_gathered
+from hybrid.in_flight import abandon, is_running, mark_gathered, root_parts
 from hybrid.sharding import groups, local, own_rows, reshard
 
 log = logging.getLogger(__name__)
 _OWNERS = "hybrid_owners"  # attribute of an engine's parameter: the (module, name) that hold it
 _FORWARDS = "hybrid_forwards"  # attribute of an engine's parameter: the engine's _Forwards
-_WHOLE = "hybrid_whole"  # attribute of a plain tensor that stands in a module in place of a shard
+_STANDS_IN = "hybrid_whole"  # attribute of a plain tensor that stands in a module in place of a shard
 
 
 def note_owners(module: nn.Module) -> None:
@@ -31,7 +31,7 @@ def note_owners(module: nn.Module) -> None:
             owners = parameter.__dict__.setdefault(_OWNERS, [])
             owners.append((child, name))
             parameter.__dict__[_FORWARDS] = forwards
-    mark_gathered(module, _WHOLE)
+    mark_gathered(module, _STANDS_IN)
 
 
 @contextmanager
@@ -48,7 +48,8 @@ def GatheredParameters(
     whole already.
 
     Raises ValueError for a sharded parameter of something that no engine trains; and, given a modifier_rank, for one that is
-    whole already (by a forward, or another GatheredParameters): the change would be lost.
+    whole already (by a forward, or another GatheredParameters): the change would be lost. A forward inside with gradients is a
+    RuntimeError.
     """
     listed = [params] if isinstance(params, nn.Parameter) else list(params)
     given = list(dict.fromkeys(listed)) if enabled else []
@@ -92,18 +93,18 @@ class _Whole:
         """Collective."""
         self.values = {p: _whole_of(p) for p in parameters}
         self._modifier_rank = modifier_rank
-        self._shards = {p: _lie(p) for p in self.values}
+        self._shards = {p: _rows_and_spec(p) for p in self.values}
         self._before: dict[nn.Parameter, Tensor] = {}  # shards that a forward was given other values of
 
     def show(self) -> None:
         for p, value in self.values.items():
-            _lay(p, value.data, _everywhere(self._shards[p][1]))
-            _put(p, value)
+            _set_rows(p, value.data, _everywhere(self._shards[p][1]))
+            _hold(p, value)
 
     def hide(self) -> None:
         for p, (shard, spec) in self._shards.items():
-            _lay(p, shard, spec)
-            _put(p, p)
+            _set_rows(p, shard, spec)
+            _hold(p, p)
 
     @torch.no_grad()
     def lend(self) -> None:
@@ -124,15 +125,18 @@ class _Whole:
 
 
 class _Forwards:
-    """Of one sharded module: a forward inside GatheredParameters runs with what is whole there."""
+    """Of one sharded module: a forward inside GatheredParameters runs with what is whole there.
+
+    FSDP2 gathers weights from the shards whatever stands in the module, so for the time of a forward the shards are lent the
+    values that are shown."""
 
     def __init__(self, module: nn.Module) -> None:
         self.open: list[_Whole] = []
         self._module = module
         self._outermost: nn.Module | None = None
-        for group in groups(module):
-            cast(nn.Module, group).register_forward_pre_hook(self._enter, prepend=True)
-            cast(nn.Module, group).register_forward_hook(self._leave, always_call=True)
+        for part in [*(cast(nn.Module, group) for group in groups(module)), *root_parts(module)]:
+            part.register_forward_pre_hook(self._enter, prepend=True)
+            part.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         if self._outermost is not None or not self.open:
@@ -163,22 +167,22 @@ def _is_sharded(parameter: nn.Parameter) -> bool:
 def _is_whole_elsewhere(parameter: nn.Parameter) -> bool:
     """Whether it stands, or the tensor that stands in its place, for a shard that something else has gathered."""
     if not _is_sharded(parameter):
-        return _WHOLE in parameter.__dict__
+        return _STANDS_IN in parameter.__dict__
     return any(module._parameters.get(name) is not parameter for module, name in parameter.__dict__[_OWNERS])
 
 
 def _whole_of(parameter: nn.Parameter) -> nn.Parameter:
     whole = nn.Parameter(cast(DTensor, parameter.detach()).full_tensor().clone(), requires_grad=False)
-    whole.__dict__[_WHOLE] = True
+    whole.__dict__[_STANDS_IN] = True
     return whole
 
 
-def _lie(parameter: nn.Parameter) -> tuple[Tensor, DTensorSpec]:
+def _rows_and_spec(parameter: nn.Parameter) -> tuple[Tensor, DTensorSpec]:
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor, parameter._spec
 
 
-def _lay(parameter: nn.Parameter, tensor: Tensor, spec: DTensorSpec) -> None:
+def _set_rows(parameter: nn.Parameter, tensor: Tensor, spec: DTensorSpec) -> None:
     """What this rank has of a DTensor, and how that is to be understood. No change in place: the shard keeps its memory."""
     assert isinstance(parameter, DTensor)
     parameter._local_tensor, parameter._spec = tensor, spec
@@ -189,7 +193,7 @@ def _everywhere(spec: DTensorSpec) -> DTensorSpec:
     return DTensorSpec(spec.mesh, (Replicate(),) * spec.mesh.ndim, tensor_meta=spec.tensor_meta)
 
 
-def _put(parameter: nn.Parameter, value: nn.Parameter) -> None:
+def _hold(parameter: nn.Parameter, value: nn.Parameter) -> None:
     for module, name in parameter.__dict__[_OWNERS]:
         module._parameters[name] = value
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hybrid.mesh import Mesh, check_same, in_text, raise_together
+from hybrid.mesh import Mesh
 from hybrid.optim.gradients import clip_factor, not_finite, scale_, squared_norms
 from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler
@@ -60,8 +60,7 @@ class Update:
         self._is_stepping = False
 
     def own_optimizer(self) -> None:
-        """From here on the optimizer steps inside `step` alone, where gradients are checked, unscaled and clipped, and its own
-        zero_grad does nothing: gradients of a step that is not complete live where it does not see them all."""
+        """From here on the optimizer steps inside `step` alone, where gradients are checked, unscaled and clipped."""
         assert self.optimizer is not None
 
         def refuse(*_: Any) -> None:
@@ -69,7 +68,6 @@ class Update:
                 raise RuntimeError("optimizer.step(): use engine.step(), which checks, unscales and clips the gradients first")
 
         self.optimizer.register_step_pre_hook(refuse)
-        self.optimizer.__dict__["zero_grad"] = lambda set_to_none=True: None
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss (fp32 or fp64) to start a backward from. All losses of a step get the scale of the first."""
@@ -122,22 +120,15 @@ class Update:
             self.mirror.push()
 
     def check_schedule(self, given: Mapping[str, Any]) -> None:
-        """Collective where the schedule needs arguments. Raises ValueError, the same on every rank, for what its step cannot be
-        called with, and where ranks give it different values (their rates would part)."""
+        """Raises ValueError for what the schedule's step cannot be called with."""
         if self.schedule is None:
             return
-        signature, error = inspect.signature(self.schedule.step), None
         try:
-            signature.bind(**given)
-        except TypeError as caught:
-            error = ValueError(
-                f"{type(self.schedule).__name__}.step: {caught}; give what it needs: engine.step(lr_kwargs={{...}})"
-            )
-        if any(p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in signature.parameters.values()):
-            raise_together(error)
-            check_same("lr_kwargs", [f"{name}={in_text(value)}" for name, value in given.items()])
-        elif error is not None:
-            raise error
+            inspect.signature(self.schedule.step).bind(**given)
+        except TypeError as error:
+            raise ValueError(
+                f"{type(self.schedule).__name__}.step: {error}; give what it needs: engine.step(lr_kwargs={{...}})"
+            ) from None
 
     def _reduce_copies(self) -> None:
         for parameter in self._copies:

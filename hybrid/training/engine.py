@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hybrid import checkpointing, in_flight, sharding
-from hybrid.mesh import Mesh
+from hybrid.mesh import Mesh, in_text
 from hybrid.optim.gradients import in_words
 from hybrid.optim.update import Stepped, Update
 from hybrid.policy import PlainCall
@@ -28,6 +29,8 @@ from hybrid.training.meters import Meters, tokens_in
 from hybrid.training.scalars import open_scalars
 from hybrid.training.usage import Usage
 
+FOREIGN = "gradients are there that engine.backward did not make; use engine.backward(loss) in place of loss.backward()"
+
 
 class TrainingEngine(EngineFacts):
     """One sharded module with its optimizer. All verbs are collective: every rank calls them in the same order.
@@ -36,7 +39,7 @@ class TrainingEngine(EngineFacts):
     backwards of a step; `engine.step()` takes an optimizer step at each step's last backward and does nothing before. What
     the engine does not know is looked up in `module`. Weights may be changed in place whenever no training forward waits for
     its backward, nor a backward for the rest of its step: in between, some are gathered, a change of those is lost, and the next
-    step or save says so.
+    step or save says so (not of layers that zero_hpz_partition_size keeps).
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class TrainingEngine(EngineFacts):
         self._rollouts = rollouts
         if rollouts is not None:  # scripts call it there; transformers' own would run a module in pieces
             module.__dict__["generate"] = self.generate
+        self._own_zero_grad()
         self._scalars = open_scalars(config, mesh.rank)
         self._eigenvalues = eigenvalues
         section = config.gradient_compression
@@ -90,7 +94,7 @@ class TrainingEngine(EngineFacts):
         guarded = self._dropping_on_error() if training else self._ending_on_error()
         with self._meters.phase("forward", tokens=tokens), guarded, self._checkpointing(), context:
             result = self.root(*args, **kwargs) if self._rollouts is None else self.root(PlainCall(args, kwargs))
-        if not training or not self.module.training:  # a backward that follows all the same gathers again
+        if not training:
             sharding.reshard(self.root)
         return result
 
@@ -99,6 +103,7 @@ class TrainingEngine(EngineFacts):
         Rollouts.generate. Raises RuntimeError without hybrid_engine."""
         if self._rollouts is None:
             raise RuntimeError("generate needs hybrid_engine.enabled: true in the config")
+        self._usage.note_altered()
         with self._meters.phase("generate"):
             return self._rollouts.generate(input_ids, attention_mask, options)
 
@@ -106,7 +111,7 @@ class TrainingEngine(EngineFacts):
         """Adds the gradient of loss / gradient_accumulation_steps (of the loss itself with scale_wrt_gas=False, or where
         the caller manages the accumulation). Returns the loss so divided. After a step's last backward, `grad` of a parameter
         is this rank's rows of the mean over ranks, times `loss_scale`. Raises ValueError for what is not one number with a
-        graph."""
+        graph, and where gradients are there that another backward has left (zero_grad before this one drops those)."""
         if self.optimizer is None:
             raise RuntimeError("backward without an optimizer: give one to initialize, or a section `optimizer` in the config")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -114,6 +119,9 @@ class TrainingEngine(EngineFacts):
                 f"backward takes one number that was computed by the engine's forward; given: {_in_short(loss)}; reduce it "
                 "(loss.mean()), and compute it outside torch.no_grad()"
             )
+        if self._waiting == 0 and self._has_gradients():
+            self.discard_gradients()
+            raise ValueError(f"backward: {FOREIGN}; the gradients were dropped")
         boundary = self.is_gradient_accumulation_boundary()
         if boundary and self._eigenvalues is not None and self._eigenvalues.due(self.global_steps + 1):
             with self._meters.apart("eigenvalue"), self._dropping_on_error():
@@ -148,15 +156,13 @@ class TrainingEngine(EngineFacts):
         self._check_gradients(boundary)
         if self._waiting == 0:
             return
-        if boundary:
-            self._check_schedule(lr_kwargs or {})
         self.micro_steps += 1
         self.global_samples += self.train_micro_batch_size_per_gpu() * self.mesh.world_size
         self._micro += 1
         if not boundary:
             return
         self.free_gathered()
-        unused = self._unused()
+        unused = self._unused(lr_kwargs or {})
         self._waiting = self._micro = 0
         with self._meters.phase("step"):
             taken = False
@@ -198,9 +204,7 @@ class TrainingEngine(EngineFacts):
 
     def _check_gradients(self, boundary: bool) -> None:
         """Whether a step would take the gradients that the caller means."""
-        error, held = None, self._update.parameters.values()
-        if self._waiting == 0 and (any(p.grad is not None for p in held) or in_flight.is_waiting(self.root)):
-            error = "gradients are there that engine.backward did not make; use engine.backward(loss) in place of loss.backward()"
+        error = FOREIGN if self._waiting == 0 and self._has_gradients() else None
         if self._waiting and boundary and not self._is_synced:
             error = (
                 "the last backward was no boundary (no_sync, or set_gradient_accumulation_boundary(False)), so its gradients "
@@ -210,12 +214,8 @@ class TrainingEngine(EngineFacts):
             self.discard_gradients()
             raise ValueError(f"step: {error}; the gradients were dropped")
 
-    def _check_schedule(self, lr_kwargs: Mapping[str, Any]) -> None:
-        try:
-            self._update.check_schedule(lr_kwargs)
-        except ValueError:
-            self.discard_gradients()
-            raise
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for p in self._update.parameters.values()) or in_flight.is_waiting(self.root)
 
     def _announce(self, boundary: bool) -> None:
         """Say before a backward whether it is the step's last."""
@@ -223,10 +223,11 @@ class TrainingEngine(EngineFacts):
         if self._update.mirror is not None:
             self._update.mirror.armed = boundary
 
-    def _unused(self) -> list[str]:
+    def _unused(self, lr_kwargs: Mapping[str, Any]) -> list[str]:
         """What the step leaves alone, since no rank's backward reached it. Where this raises, there is no gradient any more."""
         try:
-            unused = self._usage.nowhere()
+            unused = self._usage.nowhere(", ".join(f"{name}={in_text(value)}" for name, value in lr_kwargs.items()))
+            self._update.check_schedule(lr_kwargs)  # which are the same on all ranks
             if unused and not self.config.zero_optimization.ignore_unused_parameters:
                 raise ValueError(f"no gradient reached {in_words(unused)}; freeze what is not used, or allow it: "
                                  "zero_optimization.ignore_unused_parameters: true")  # fmt: skip
@@ -241,6 +242,7 @@ class TrainingEngine(EngineFacts):
         try:
             yield
         except BaseException:
+            self._usage.note_altered()
             in_flight.abandon(self.root)
             self.discard_gradients()
             raise
@@ -251,6 +253,7 @@ class TrainingEngine(EngineFacts):
         try:
             yield
         except BaseException:
+            self._usage.note_altered()
             in_flight.abandon(self.root)
             raise
 
@@ -280,8 +283,21 @@ class TrainingEngine(EngineFacts):
             self._boundary = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing, nor does that of `module` or `optimizer`: a step drops its gradients, and loops that call this before
-        each backward mean to lose none of those that it accumulates. To drop them: `discard_gradients`."""
+        """Drop gradients that no backward of this engine has made (another engine's loss may have come through the module), as
+        zero_grad of `module`, its parts and `optimizer` do. While a step accumulates, this does nothing: loops that call it
+        before each backward mean to lose none, and a step drops its own. To drop those: `discard_gradients`."""
+        if self._waiting == 0:
+            self.discard_gradients()
+
+    def _own_zero_grad(self) -> None:
+        engine = weakref.ref(self)
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            if (there := engine()) is not None:
+                there.zero_grad()
+
+        for part in [*self.module.modules(), *([] if self.optimizer is None else [self.optimizer])]:
+            part.__dict__["zero_grad"] = zero_grad
 
     def discard_gradients(self) -> None:
         """Drop what earlier backwards of this step have left; its accumulation begins anew."""

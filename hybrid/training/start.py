@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 
 from hybrid.in_flight import let_parts_be_called
-from hybrid.mesh import Mesh, check_same, check_same_module, in_text, open_mesh, raise_together
+from hybrid.mesh import Mesh, check_same, check_same_module, in_text, join_group, open_mesh, raise_together
 from hybrid.models import ShardedModel
 from hybrid.optim.host import HostMirror
 from hybrid.optim.loss_scale import LossScaler, check_loss_scaler, loss_scaler_of
@@ -40,7 +41,7 @@ from hybrid.training.parameters import (
     sharded_groups,
 )
 from hybrid.training.precision import dtypes_of
-from hybrid.training.weights import guard
+from hybrid.training.weights import guard_state_dict
 from hybrid.zero import note_owners
 
 Started = tuple[TrainingEngine, torch.optim.Optimizer | None, TrainingLoader | None, Any]
@@ -79,11 +80,12 @@ def initialize(
         asked = _asked(source, model, optimizer, model_parameters, loss_scaler, lr_scheduler)
     except ValueError as caught:
         error = caught
-    mesh = open_mesh(TrainingConfig() if asked is None else asked.settings)
+    join_group(TrainingConfig() if asked is None else asked.settings)
     raise_together(error)  # what is wrong on one rank must not leave the others waiting
     assert asked is not None
     assert model is not None
     _check_same_on_all_ranks(asked, model)
+    mesh = open_mesh(asked.settings)
     settings, effects = _settled(asked.settings, asked.effects, mesh)
     log, groups = _log_of(settings, model), asked.groups
     trained = {name for group in groups for name in group.names}
@@ -93,7 +95,6 @@ def initialize(
     root, rollouts = _shard(model, settings, mesh)
     _, after = settings.divisors(mesh.world_size)
     divide_gradients(root, after)
-    let_parts_be_called(root)
     made = _optimizer(optimizer, settings, groups, model)
     zero, mirror = settings.zero_optimization, None
     if made is not None and zero.offload_optimizer.on and not zero.offload_param.on:
@@ -101,7 +102,7 @@ def initialize(
         mirror.adopt(made)
     schedule = None if made is None else _schedule(lr_scheduler, settings, made)
     if made is not None:
-        _check_same_rates(made, schedule)
+        _check_same_rates(made, schedule, asked.scaler)
     update = Update(
         dict(model.named_parameters()),
         made,
@@ -115,7 +116,7 @@ def initialize(
     )
     if made is not None:
         update.own_optimizer()
-    guard(model)
+    guard_state_dict(model)
     engine = TrainingEngine(
         model, settings, mesh, update, root=root, rollouts=rollouts, eigenvalues=eigenvalues, effects=effects, log=log
     )
@@ -149,14 +150,21 @@ def _check_same_on_all_ranks(asked: _Asked, model: nn.Module) -> None:
     check_same("parameter groups", [", ".join(group.names) for group in asked.groups])
 
 
-def _check_same_rates(optimizer: torch.optim.Optimizer, schedule: Any) -> None:
+def _check_same_rates(optimizer: torch.optim.Optimizer, schedule: Any, scaler: LossScaler | None) -> None:
     """Collective. Raises ValueError where ranks would step differently."""
     groups = [{key: in_text(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     said = [f"group {i}: {key}={value}" for i, group in enumerate(groups) for key, value in sorted(group.items())]
-    check_same(
-        "optimizers",
-        [type(optimizer).__name__, *said, "no schedule" if schedule is None else f"schedule {type(schedule).__name__}"],
-    )
+    parts = [("schedule", schedule), ("loss scaler", scaler)]
+    check_same("optimizers", [type(optimizer).__name__, *said, *(line for what, part in parts for line in _said(what, part))])
+
+
+def _said(what: str, part: Any) -> list[str]:
+    """Its type and state."""
+    if part is None:
+        return [f"no {what}"]
+    state = part.state_dict() if hasattr(part, "state_dict") else {}
+    values = [f"{what}: {key}={json.dumps(value, default=in_text, sort_keys=True)}" for key, value in sorted(state.items())]
+    return [f"{what} {type(part).__name__}", *values]
 
 
 @dataclass(frozen=True)
@@ -195,6 +203,15 @@ def _asked(
             'scheduler.params.total_num_steps is "auto", which a trainer fills in; give the number of optimizer steps'
         )
     groups = _groups_of(model, optimizer, model_parameters, settings)
+    if bounded := [
+        path
+        for path, part in model.named_modules()
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None
+    ]:
+        raise ValueError(
+            f"{bounded[0]} has max_norm, by which its forward changes a weight that is whole only there; leave it out, and "
+            "renormalise in hybrid.zero.GatheredParameters after the step"
+        )
     if again := [name for name, p in model.named_parameters() if isinstance(p, DTensor)]:
         raise ValueError(f"{again[0]} is sharded already; give a module that no other engine was made of")
     if settings.hybrid_engine.enabled:
@@ -263,9 +280,11 @@ def _shard(model: nn.Module, settings: TrainingConfig, mesh: Mesh) -> tuple[nn.M
         for child, flag in flags:  # the caller's, as without this section
             child.training = flag
         rollouts = Rollouts(sharded)
+        let_parts_be_called(sharded.module)
         note_owners(sharded.module)
         return sharded.module, rollouts
     shard_module(model, settings, mesh)
+    let_parts_be_called(model)
     note_owners(model)
     return model, None
 

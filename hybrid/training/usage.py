@@ -3,6 +3,7 @@ weights were changed where the change is lost."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -70,14 +71,23 @@ class Usage:
 
         return post_backward
 
-    def nowhere(self) -> list[str]:
+    def nowhere(self, said: str = "") -> list[str]:
         """Collective: the trained parameters that no rank's backward has reached since `clear`. Raises ValueError, on every rank,
-        where ranks ran different layers, and as `refuse_altered`."""
-        self.refuse_altered()
+        where ranks ran different layers, where they say different things of the step, and as `refuse_altered`."""
         reached = self._reached.union(name for name in self._copies if self._parameters[name].grad is not None)
-        runs = [float(count) for count in (self._order, *self._runs.values())]
-        found = self._mesh.max([*(float(name in reached) for name in self._parameters), *runs, *(-count for count in runs)])
-        used, most, least = found[: len(self._parameters)], found[-2 * len(runs) : -len(runs)], found[-len(runs) :]
+        digest = int.from_bytes(hashlib.sha256(said.encode()).digest()[:6])  # exact as a float
+        runs = [float(count) for count in (digest, self._order, *self._runs.values())]
+        flags = self._flags()
+        found = self._mesh.max(
+            [*flags, *(float(name in reached) for name in self._parameters), *runs, *(-count for count in runs)]
+        )
+        altered, used = found[: len(flags)], found[len(flags) : len(flags) + len(self._parameters)]
+        (of_said, *most), (of_other, *least) = found[-2 * len(runs) : -len(runs)], found[-len(runs) :]
+        self._refuse(altered)
+        if of_said != -of_other:
+            raise ValueError(
+                f"ranks give step different lr_kwargs, this one {said}; give all the same (a metric's mean over ranks)"
+            )
         if most[0] != -least[0]:
             different = [path for path, a, b in zip(self._runs, most[1:], least[1:], strict=True) if a != -b]
             raise ValueError(
@@ -93,20 +103,29 @@ class Usage:
             self._altered[parameter] = flag if before is None else flag | before
 
     def refuse_altered(self) -> None:
-        """Collective: ValueError, on every rank, where any has noted a changed weight since the last call."""
+        """Collective: ValueError, on every rank, where any has noted a changed weight that was not refused or forgotten yet."""
+        self._refuse(self._mesh.max(self._flags()))
+
+    def forget_altered(self) -> None:
+        self._altered.clear()
+
+    def _flags(self) -> list[float]:
+        """By parameter, whether a change was noted; from here on none is."""
         flags = [self._altered.get(p) for p in self._all.values()]
         noted = [flag for flag in flags if flag is not None]
         values = iter(torch.stack(noted).tolist() if noted else [])
         self._altered.clear()
-        found = self._mesh.max([0.0 if flag is None else float(next(values)) for flag in flags])
-        if names := [name for name, is_altered in zip(self._all, found, strict=True) if is_altered]:
+        return [0.0 if flag is None else float(next(values)) for flag in flags]
+
+    def _refuse(self, altered: list[float]) -> None:
+        if names := [name for name, is_altered in zip(self._all, altered, strict=True) if is_altered]:
             raise ValueError(
                 f"{in_words(names)} changed while gathered by a forward, where changes of the weight or of its shard are lost; "
                 "change weights after the step, or before the first forward of the next, or after engine(...) under no_grad"
             )
 
     def clear(self) -> None:
-        self._altered.clear()
+        """Of a step; what was noted of changes stays for the next."""
         self._reached.clear()
         self._order = 0
         self._runs = dict.fromkeys(self._runs, 0)

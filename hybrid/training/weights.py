@@ -50,10 +50,9 @@ def save_16bit_model(
     return True
 
 
-def guard(module: nn.Module) -> None:
-    """What would do harm to a sharded module. Its own state dict, or that of a part, holds this rank's rows under whole shapes,
-    which torch.save would write as they are: it names the verbs that gather instead. Its zero_grad would drop some of the
-    gradients that a step accumulates: it does nothing, as the engine's."""
+def guard_state_dict(module: nn.Module) -> None:
+    """A sharded module's own state dict, or that of a part, holds this rank's rows under whole shapes, which torch.save would
+    write as they are: let it name the verbs that gather instead."""
 
     def refuse_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         raise ValueError(
@@ -69,7 +68,6 @@ def guard(module: nn.Module) -> None:
     for part in module.modules():
         part.register_state_dict_pre_hook(refuse_save)
         part.register_load_state_dict_pre_hook(refuse_load)
-        part.__dict__["zero_grad"] = lambda set_to_none=True: None
 
 
 @torch.no_grad()

@@ -75,8 +75,8 @@ KNOBS: dict[str, str] = {
 # Old names, by path: what the key is called now, and its value there.
 RENAMED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "bfloat16": ("bf16", lambda value: value),
-    "zero_optimization.cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu" if on is True else "none"}),
-    "zero_optimization.cpu_offload_params": ("offload_param", lambda on: {"device": "cpu" if on is True else "none"}),
+    "zero_optimization.cpu_offload": ("offload_optimizer", lambda on: {"device": "cpu"} if on is True else on),
+    "zero_optimization.cpu_offload_params": ("offload_param", lambda on: {"device": "cpu"} if on is True else on),
     "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
         "stage3_gather_16bit_weights_on_model_save",
         lambda value: value,

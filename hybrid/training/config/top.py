@@ -216,11 +216,13 @@ def _kept(given: Mapping[str, Any], path: str, problems: list[str], effects: lis
     kept: dict[str, Any] = {}
     for key, value in given.items():
         where = f"{path}{key}"
-        if where in RENAMED and value not in (None, AUTO):
+        if where in RENAMED:
             today, of_value = RENAMED[where]
+            effects.append(Effect(where, value, f"the old name of {path}{today}"))
+            if not _asks(value):
+                continue
             if today in given:
                 problems.append(f"{where} is the old name of {path}{today}, and both are given; keep {path}{today}")
-            effects.append(Effect(where, value, f"the old name of {path}{today}"))
             key, where, value = today, f"{path}{today}", of_value(value)
         if where in KNOBS:
             effects.append(Effect(where, value, f"no effect here: {KNOBS[where]}"))

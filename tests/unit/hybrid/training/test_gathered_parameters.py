@@ -437,6 +437,44 @@ def test_a_forward_inside_that_fails_leaves_what_was(pool2, stage):
 # -- parts that are called on their own
 
 
+def a_part_inside(stage: int) -> list[float]:
+    """A part that is not listed is called beside one that is."""
+    engine = open_engine(config(stage=stage))
+    (x, _), *_ = micro_batches(1, 1)[0]
+    door, head = engine.module.door, engine.module.head
+    with torch.no_grad():
+        with GatheredParameters([door.weight, door.bias]):
+            door.weight.data.zero_()
+            door.bias.data.zero_()
+            before = door(x)
+            head(torch.zeros(1, 16))
+            seen = [before, door.weight, door(x)]
+        return [float(whole(tensor).abs().max()) for tensor in [*seen, door(x) - make_net().door(x)]]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_part_that_is_called_inside_undoes_nothing(pool2, stage):
+    for before, weight, after, outside in pool2.run(a_part_inside, stage):
+        assert (before, weight, after) == (0.0, 0.0, 0.0)
+        assert outside < 1e-6
+
+
+def frozen_part(stage: int) -> Tensor:
+    net = make_net()
+    net.head.requires_grad_(False)
+    engine = open_engine(config(stage=stage), net)
+    hidden = torch.ones(2, 16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="head was called outside of the module's own forward"):
+        engine.module.head(hidden)
+    return engine.module.head(hidden.detach())  # nothing to differentiate
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_frozen_part_is_called_without_gradients_too(pool2, stage):
+    for out in pool2.run(frozen_part, stage):
+        assert torch.allclose(out, make_net().head(torch.ones(2, 16)), atol=1e-5)
+
+
 def parts(stage: int) -> dict:
     engine = open_engine(config(stage=stage))
     (x, _), *_ = micro_batches(1, 1)[0]

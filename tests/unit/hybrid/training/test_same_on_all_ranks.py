@@ -12,6 +12,7 @@ from training_cases import config, make_net
 
 from hybrid import HybridEngine, initialize
 from hybrid.config import HybridConfig
+from hybrid.optim.loss_scale import StaticLossScale
 
 
 class Counting(torch.nn.Linear):
@@ -42,6 +43,11 @@ def apart(what: str) -> str:
         arguments = {"model_parameters": [{"params": [*net.parameters()], "weight_decay": 0.1 * rank}]}
     elif what == "schedule":
         arguments = {"lr_scheduler": (lambda o: torch.optim.lr_scheduler.StepLR(o, 1)) if rank else None}
+    elif what == "schedule's numbers":
+        arguments = {"lr_scheduler": lambda o: torch.optim.lr_scheduler.StepLR(o, 1 + rank)}
+    elif what == "loss scale":
+        settings["fp16"] = {"enabled": True}
+        arguments = {"loss_scaler": StaticLossScale(2.0 * (rank + 1))}
     elif what == "config":
         settings["gradient_clipping"] = float(rank)
     return refusal(lambda: initialize(model=net, config=settings, **arguments))
@@ -67,12 +73,24 @@ def refusal(call: Any) -> str:
         ("function", "optimizers than rank 0: AdamW, not SGD"),
         ("group", "optimizers than rank 0: group 0: weight_decay=0.1"),
         ("schedule", "optimizers than rank 0: schedule StepLR, not no schedule"),
+        ("schedule's numbers", "optimizers than rank 0: schedule: step_size=2, not schedule: step_size=1;"),
+        ("loss scale", "optimizers than rank 0: loss scaler: scale=4.0, not loss scaler: scale=2.0;"),
         ("config", 'config than rank 0: "gradient_clipping": 1.0, not "gradient_clipping": 0.0;'),
     ],
 )
 def test_what_differs_is_named_on_every_rank(pool2, what, said):
     for message in pool2.run(apart, what):
         assert message.startswith("rank 1 was given other " + said), message
+
+
+def layouts_apart() -> str:
+    zero = {"mics_shard_size": 2} if dist.get_rank() == 3 else {}
+    return refusal(lambda: initialize(model=make_net(), config=config(ranks=4, zero_optimization=zero)))
+
+
+def test_layouts_are_compared_before_groups_are_made(pool4):
+    for message in pool4.run(layouts_apart):
+        assert message.startswith('rank 3 was given other config than rank 0: "mics_shard_size": 2, not'), message
 
 
 def hf_apart() -> str:

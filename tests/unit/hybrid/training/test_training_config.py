@@ -272,6 +272,11 @@ def test_old_names_of_keys_are_taken(old, today):
 
 
 def test_an_old_name_that_asks_for_nothing_is_off():
+    assert resolved({"bfloat16": None}) == resolved({"bfloat16": "auto"}) == resolved({})
+    both = {"stage": 2, "cpu_offload": False, "offload_optimizer": CPU}
+    assert resolved({"zero_optimization": both}) == resolved({"zero_optimization": {"stage": 2, "offload_optimizer": CPU}})
+    with pytest.raises(ValueError, match="offload_optimizer"):
+        resolved({"zero_optimization": {"stage": 2, "cpu_offload": "true"}})
     assert resolved({"zero_optimization": {"stage": 2, "cpu_offload": False}}) == resolved({"zero_optimization": {"stage": 2}})
 
 

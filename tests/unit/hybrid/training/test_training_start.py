@@ -111,6 +111,7 @@ def stepped_optimizer(net: nn.Module) -> torch.optim.Optimizer:
         (lambda net: {"optimizer": stepped_optimizer(net)}, "has stepped before initialize"),
         (lambda net: {"model": net.requires_grad_(False)}, "no parameter is trained"),
         (lambda net: {"model": net.to("meta")}, "door.weight is on the meta device"),
+        (lambda net: {"model": nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))}, "0 has max_norm"),
         (lambda net: {"model": nn.ReLU()}, "ReLU has no parameters"),
         (lambda net: {"model": "gpt2"}, "model is a str; allowed: a torch.nn.Module"),
         (lambda net: {"model": None}, "model is a NoneType"),
