@@ -59,3 +59,16 @@ def test_the_timeout_holds_in_a_group_that_exists_already():
         assert "Timed out waiting 2000ms" in pool.run(waits)[0]
     finally:
         pool.close()
+
+
+def many_meshes() -> tuple[int, int]:
+    groups = []
+    for stage in (0, 3) * 4:
+        open_mesh(HybridConfig(device="cpu", zero_stage=stage))
+        groups.append(len(dist.distributed_c10d._world.pg_map))
+    return groups[1], groups[-1]
+
+
+def test_engines_of_one_layout_share_their_groups(pool2):
+    for after_one_of_each, at_the_end in pool2.run(many_meshes):
+        assert after_one_of_each == at_the_end
