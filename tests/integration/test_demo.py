@@ -15,7 +15,7 @@ def test_the_demo_brings_its_student_to_its_teacher(tmp_path, nproc):
     command = [sys.executable, "-m", "recipes.cli", "train", "recipes/opsd/demo.yaml", "--nproc", nproc, "output_dir=out"]
     subprocess.run(command, cwd=tmp_path, check=True)
     teacher = evaluations(tmp_path / "out" / "teacher")[-1]
-    before, after = evaluations(tmp_path / "out")
+    before, *_, after = evaluations(tmp_path / "out")
     assert teacher >= 0.95
     assert before < teacher / 2
     assert after >= teacher - 0.05
