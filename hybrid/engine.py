@@ -20,7 +20,7 @@ from hybrid.checkpoint import Trained, load_checkpoint, save_checkpoint
 from hybrid.config import HybridConfig, resolve
 from hybrid.export import save_pretrained
 from hybrid.loss_head import TokenLoss, chunked_loss, pack_head, tokens_per_chunk
-from hybrid.mesh import describe, gather_texts, open_mesh, raise_together
+from hybrid.mesh import check_same_module, describe, gather_texts, open_mesh, raise_together
 from hybrid.models import VALUE_HEAD, ShardedModel
 from hybrid.modes import Generation, Swap
 from hybrid.optim.gradients import in_words
@@ -90,7 +90,9 @@ class HybridEngine:
     def from_module(cls, module: nn.Module, config: Config = None, *, tokenizer: Any = None) -> HybridEngine:
         """A HF module in memory, or a PeftModel (LoRA), sharded in place; all ranks take rank 0's weights."""
         config = resolve(config)
-        return cls(ShardedModel.from_module(module, config, open_mesh(config), tokenizer=tokenizer))
+        mesh = open_mesh(config)
+        check_same_module(module)
+        return cls(ShardedModel.from_module(module, config, mesh, tokenizer=tokenizer))
 
     @property
     def tokenizer(self) -> Any:

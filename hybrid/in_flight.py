@@ -3,7 +3,6 @@ reduction, a forward that has not ended. FSDP2 keeps all this to itself; the loo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -13,13 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from hybrid.sharding import groups, local, outside_inference_mode, own_rows, reshard
-
-
-def _parts(module: nn.Module) -> Iterator[Any]:
-    """FSDP2's own groups of parameters, each once."""
-    states = dict.fromkeys(group._get_fsdp_state() for group in groups(module))
-    return (parameters for state in states for parameters in state._fsdp_param_groups)
+from hybrid.optim.host import bits
+from hybrid.sharding import groups, local, outside_inference_mode, own_rows, parameter_groups, reshard
 
 
 def abandon(module: nn.Module) -> None:
@@ -38,7 +32,7 @@ def is_running(module: nn.Module) -> bool:
 
 def is_waiting(module: nn.Module) -> bool:
     """Whether there are gradients that wait for their reduction, which no shard's `grad` shows."""
-    for parameters in _parts(module):
+    for parameters in parameter_groups(module):
         for held in parameters.fsdp_params:
             gathered = getattr(held, "_unsharded_param", None)
             if held.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None):
@@ -49,7 +43,7 @@ def is_waiting(module: nn.Module) -> bool:
 def discard_waiting(module: nn.Module) -> None:
     """Drop gradients that wait for their reduction (stages 0 and 1, before the last micro-batch), which no shard's `grad` shows.
     FSDP2 has no call for it: its own reset keeps them, and adds them to whatever comes next."""
-    for parameters in _parts(module):
+    for parameters in parameter_groups(module):
         parameters._partial_reduce_output = None
         for held in parameters.fsdp_params:
             held.unsharded_accumulated_grad = None
@@ -62,7 +56,7 @@ def altered(module: nn.Module) -> dict[nn.Parameter, Tensor]:
     """By shard, for what is gathered at the moment: whether (bool [], for which nothing waits) it is not what the shard is, in
     this rank's rows: somebody has changed one of the two, and the gathered one will be thrown away."""
     found: dict[nn.Parameter, Tensor] = {}
-    for parameters in _parts(module):
+    for parameters in parameter_groups(module):
         for held in parameters.fsdp_params if parameters.is_unsharded else ():
             gathered_rows = held._unsharded_param.detach()[own_rows(held.sharded_param)]
             found[held.sharded_param] = _differ(gathered_rows, local(held.sharded_param))
@@ -71,13 +65,12 @@ def altered(module: nn.Module) -> dict[nn.Parameter, Tensor]:
 
 def _differ(gathered_rows: Tensor, shard: Tensor) -> Tensor:
     """bool []: anywhere, but where a gathered value is a NaN."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(gathered_rows.element_size())
-    on_host = gathered_rows.device.type == "cpu" and bits is not None
+    on_host = gathered_rows.device.type == "cpu"
     size = 2**19 if on_host else 2**24  # what stays in the cache; what is small beside the gathered weight
     found = torch.zeros((), dtype=torch.bool, device=gathered_rows.device)
     for one, other in zip(gathered_rows.reshape(-1).split(size), shard.reshape(-1).split(size), strict=True):
         other = other.to(one, non_blocking=True)
-        if not (on_host and torch.equal(one.view(bits), other.view(bits))):  # a third of the time
+        if not (on_host and torch.equal(bits(one), bits(other))):  # a third of the time
             found |= ((one != other) & (one == one)).any()
     return found
 

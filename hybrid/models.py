@@ -28,7 +28,7 @@ from hybrid import attention, fused, in_flight, lora, sharding
 from hybrid.batch import Batch
 from hybrid.config import HybridConfig
 from hybrid.loss_head import head_logits, pack_head, tokens_per_chunk
-from hybrid.mesh import Mesh, check_same_module, from_rank_0, raise_together
+from hybrid.mesh import Mesh, from_rank_0, raise_together
 from hybrid.policy import HeadFunction, PolicyModule, mode
 from hybrid.sharding import ShardedSource, outside_inference_mode
 from inference_v2.head import Head
@@ -169,7 +169,6 @@ class ShardedModel:
         """A HF module in memory, or a PeftModel (LoRA), sharded in place. All ranks get rank 0's weights; trainable ones become
         config.master_dtype, frozen ones keep their dtype, below an adapter they become config.compute_dtype. The module must not
         be used on its own afterwards."""
-        check_same_module(module)
         hf, adapter = lora.unwrap(module)
         hf_config = copy.deepcopy(hf.config)
         master, compute = getattr(torch, config.master_dtype), getattr(torch, config.compute_dtype)

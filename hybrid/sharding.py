@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -157,6 +157,12 @@ def groups(module: nn.Module) -> Iterator[FSDPModule]:
             yield child
 
 
+def parameter_groups(module: nn.Module) -> Iterator[Any]:
+    """FSDP2's own groups of parameters (FSDPParamGroup), each once."""
+    states = dict.fromkeys(group._get_fsdp_state() for group in groups(module))
+    return (parameters for state in states for parameters in state._fsdp_param_groups)
+
+
 def reshard(module: nn.Module) -> None:
     """Free every gathered weight. No communication."""
     for group in groups(module):
@@ -171,10 +177,9 @@ def gathered(module: nn.Module) -> list[str]:
 def gather_dtypes(module: nn.Module) -> dict[nn.Parameter, torch.dtype]:
     """In which dtype each shard is gathered to compute; those without an entry compute as they are."""
     dtypes: dict[nn.Parameter, torch.dtype] = {}
-    for group in groups(module):
-        for parameters in group._get_fsdp_state()._fsdp_param_groups:
-            if (dtype := parameters.mp_policy.param_dtype) is not None:
-                dtypes |= dict.fromkeys((held.sharded_param for held in parameters.fsdp_params), dtype)
+    for parameters in parameter_groups(module):
+        if (dtype := parameters.mp_policy.param_dtype) is not None:
+            dtypes |= dict.fromkeys((held.sharded_param for held in parameters.fsdp_params), dtype)
     return dtypes
 
 

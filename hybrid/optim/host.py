@@ -127,7 +127,7 @@ def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two tensors are the same to the bit (a NaN is equal to itself); compared where the first is."""
     if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    parts = zip(_bits(first).split(_CHUNK), _bits(second).split(_CHUNK), strict=True)
+    parts = zip(bits(first).split(_CHUNK), bits(second).split(_CHUNK), strict=True)
     return all(torch.equal(one, other.to(one.device)) for one, other in parts)
 
 
@@ -136,7 +136,7 @@ def digest(tensor: Tensor) -> Tensor:
     """int64 [] on the tensor's device, without waiting for it; another one for other bits or another order of them, short of an
     accident of 1 in 2^64. The sum of each place and its bits, mixed as in SplitMix64 (Steele et al. 2014)."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for i, part in enumerate(_bits(tensor).split(_CHUNK)):
+    for i, part in enumerate(bits(tensor).split(_CHUNK)):
         places = torch.arange(i * _CHUNK + 1, i * _CHUNK + len(part) + 1, device=tensor.device)
         mixed = _mix(places.mul_(0x9E3779B97F4A7C15 - 2**64))
         total += _mix(mixed.add_(part)).sum()
@@ -152,9 +152,9 @@ def _mix(words: Tensor) -> Tensor:
     return words
 
 
-def _bits(tensor: Tensor) -> Tensor:
+def bits(tensor: Tensor) -> Tensor:
     """Its memory as integers, in one dimension."""
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.int64)
     return tensor.detach().reshape(-1).view(width)
 
 

@@ -118,10 +118,7 @@ def load_checkpoint(
         else:
             schedule = load_lr_scheduler_states and not load_module_only
             client = _load(engine, found, load_module_strict, with_optimizer, schedule, load_module_only)
-    engine.discard_gradients()  # of the weights that were
-    engine._usage.forget_altered()
-    if engine._update.mirror is not None:
-        engine._update.mirror.push()
+    engine.weights_were_loaded()
     return str(found), client
 
 

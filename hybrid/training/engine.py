@@ -91,7 +91,7 @@ class TrainingEngine(EngineFacts):
         if training:
             self._meters.before_forward(self.global_steps + 1)
         tokens = tokens_in(args, kwargs) if training else 0
-        guarded = self._dropping_on_error() if training else self._ending_on_error()
+        guarded = self._mended_on_error(drop=training)
         with self._meters.phase("forward", tokens=tokens), guarded, self._checkpointing(), context:
             result = self.root(*args, **kwargs) if self._rollouts is None else self.root(PlainCall(args, kwargs))
         if not training:
@@ -124,7 +124,7 @@ class TrainingEngine(EngineFacts):
             raise ValueError(f"backward: {FOREIGN}; the gradients were dropped")
         boundary = self.is_gradient_accumulation_boundary()
         if boundary and self._eigenvalues is not None and self._eigenvalues.due(self.global_steps + 1):
-            with self._meters.apart("eigenvalue"), self._dropping_on_error():
+            with self._meters.apart("eigenvalue"), self._mended_on_error():
                 self._eigenvalues.measure(self.root, loss, self.global_steps + 1)
         self._announce(boundary)
         if boundary or self.zero_optimization_stage() in (0, 3):  # stages 1 and 2 keep what they have gathered until then
@@ -133,7 +133,7 @@ class TrainingEngine(EngineFacts):
         loss = loss if loss.dtype == torch.float64 else loss.float()  # a bf16 loss must not be divided in bf16
         if scale_wrt_gas and self.config.managed_gradient_accumulation:
             loss = loss / self.gradient_accumulation_steps()
-        with self._meters.phase("backward"), self._dropping_on_error():
+        with self._meters.phase("backward"), self._mended_on_error():
             started = loss.sum() / self.config.divisors(self.world_size)[0]
             self._update.scaled(started).backward(retain_graph=retain_graph)
         if boundary and not retain_graph:  # stages 1 and 2 kept the weights, which hide the shards and their gradients
@@ -237,24 +237,16 @@ class TrainingEngine(EngineFacts):
         return unused
 
     @contextmanager
-    def _dropping_on_error(self) -> Iterator[None]:
-        """After an exception the module can run and train again, without half a gradient."""
+    def _mended_on_error(self, *, drop: bool = True) -> Iterator[None]:
+        """After an exception the module can run and train again, without half a gradient. drop=False, for what computes none:
+        those that wait stay."""
         try:
             yield
         except BaseException:
             self._usage.note_altered()
             in_flight.abandon(self.root)
-            self.discard_gradients()
-            raise
-
-    @contextmanager
-    def _ending_on_error(self) -> Iterator[None]:
-        """The same of what computes no gradients: those that wait stay."""
-        try:
-            yield
-        except BaseException:
-            self._usage.note_altered()
-            in_flight.abandon(self.root)
+            if drop:
+                self.discard_gradients()
             raise
 
     # -- accumulation
@@ -317,6 +309,13 @@ class TrainingEngine(EngineFacts):
         self.free_gathered()
         self._usage.refuse_altered()
         self._update.take()
+
+    def weights_were_loaded(self) -> None:
+        """What was of the weights before, gradients and noted changes, is no more; those in host memory go to the device."""
+        self.discard_gradients()
+        self._usage.forget_altered()
+        if self._update.mirror is not None:
+            self._update.mirror.push()
 
     def _settle(self, *, taken: bool) -> None:
         self._usage.clear()

@@ -39,8 +39,7 @@ class Usage:
         self._runs = dict.fromkeys(units, 0)
         for number, (path, unit) in enumerate(units.items()):
             unit.register_forward_pre_hook(self._counting(number + 1, path, unit), prepend=True)  # type: ignore[attr-defined]
-        states = dict.fromkeys(unit._get_fsdp_state() for unit in sharding.groups(module))
-        grouped = [group for state in states for group in state._fsdp_param_groups]
+        grouped = [*sharding.parameter_groups(module)]
         for group in grouped:
             group.post_backward = self._noting(group, group.post_backward, names)  # type: ignore[method-assign]
         held = {id(p.sharded_param) for group in grouped for p in group.fsdp_params}

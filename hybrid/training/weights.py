@@ -86,9 +86,7 @@ def load_module_state_dict(engine: TrainingEngine, state: Mapping[str, Tensor]) 
     raise_together(error)
     for name, tensor in held.items():
         sharding.local(tensor).copy_(state[name][sharding.own_rows(tensor)] if isinstance(tensor, DTensor) else state[name])
-    engine.discard_gradients()
-    if engine._update.mirror is not None:
-        engine._update.mirror.push()
+    engine.weights_were_loaded()
 
 
 @torch.no_grad()

@@ -37,7 +37,7 @@ class OptimizerSection(Strict):
 
     @model_validator(mode="after")
     def _check(self) -> OptimizerSection:
-        name = _ALIASES.get(self.type.lower(), self.type.lower())
+        name = self._name
         if name in _NONE_HERE:
             raise ValueError(f"type={self.type!r} is not offered: {_NONE_HERE[name]}; allowed: {', '.join(TYPES)}")
         if "max_grad_norm" in self.params:
@@ -55,10 +55,14 @@ class OptimizerSection(Strict):
             raise ValueError(f"params: {one_line(error)}") from None
         return self
 
+    @property
+    def _name(self) -> str:
+        return _ALIASES.get(self.type.lower(), self.type.lower())
+
     def settings(self) -> OptimizerConfig:
         """The same in this project's words. DeepSpeed's "Adam" decays weights as AdamW does unless adam_w_mode is false."""
         given = {key: value for key, value in self.params.items() if key != "adam_w_mode"}
-        name = _ALIASES.get(self.type.lower(), self.type.lower())
+        name = self._name
         if name == "adam" and self.params.get("adam_w_mode", True):
             name = "adamw"
         given.setdefault("lr", 1e-3)

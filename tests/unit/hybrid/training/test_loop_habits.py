@@ -270,3 +270,19 @@ def test_a_change_of_what_is_gathered_is_refused_not_lost(pool2, stage, when, wh
     for said in pool2.run(changed_late, stage, when, who):
         assert said.pop("error").startswith("door.weight changed while gathered by a forward")
         assert said in ({}, {"after": "True"})
+
+
+def loaded_over() -> dict[str, Tensor]:
+    engine = open_engine(config(stage=1))
+    engine(share(engine, micro_batches(1, 1)[0][0][0]))
+    engine.module.door.weight.data.add_(0.25)
+    with torch.no_grad():
+        engine(share(engine, micro_batches(1, 1)[0][0][0]))
+    engine.load_module_state_dict(make_net().state_dict())
+    train(engine, micro_batches(1, 1))
+    return weights_of(engine)
+
+
+def test_a_lost_change_is_forgotten_with_the_weights_that_it_was_of(pool2):
+    for weights in pool2.run(loaded_over):
+        assert worst(weights, plain_sgd(micro_batches(1, 1))) < 1e-5
